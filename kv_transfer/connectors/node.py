@@ -1,0 +1,241 @@
+"""The decode node: `DecodeService` over the receiver and the decoder.
+
+Admission counts promised tokens (prompt and answer). A request's KV memory belongs to it from the grant until
+its writers have closed and the decoder has let go of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+from headwater.cluster import Cluster, Decode, Deadlines
+from headwater.errors import CapacityError, HeadwaterError, InvalidRequest, PeerUnavailable
+from headwater.lifecycle import Event, get_logger
+from headwater.rpc import Server
+from headwater.v1 import common_pb2, decode_pb2, decode_pb2_grpc, transfer_pb2_grpc
+from kv_transfer import metrics
+from kv_transfer.connectors.decoder import Continuation, Decoder, Reason
+from kv_transfer.connectors.ragged import RequestKv
+from kv_transfer.geometry import check_contract, geometry_of
+from kv_transfer.metrics_server import MetricsServer
+from kv_transfer.model_folder import read_model_folder
+from kv_transfer.mooncake import MooncakeEngine
+from kv_transfer.receiver import Receiver, TransferServicer
+from kv_transfer.slots import SlotArena
+
+log = get_logger(__name__)
+
+
+class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
+    """`DecodeService`. Used from one event loop."""
+
+    def __init__(
+        self,
+        section: Decode,
+        deadlines: Deadlines,
+        geometry: common_pb2.Geometry,
+        epoch: str,
+        receiver: Receiver,
+        arena: SlotArena,
+        decoder: Decoder,
+        *,
+        transport: str,
+        metrics_address: str,
+    ) -> None:
+        self._section = section
+        self._deadlines = deadlines
+        self._geometry = geometry
+        self._epoch = epoch
+        self._receiver = receiver
+        self._arena = arena
+        self._decoder = decoder
+        self._transport = transport
+        self._metrics_address = metrics_address
+        self._promised_tokens = 0
+        self._active = 0
+        self.serving = True
+        for owner in ("free", "held", "quarantined"):
+            metrics.SLOTS.labels(owner).set_function(lambda name=owner: getattr(arena, name))  # type: ignore[misc]
+
+    async def Decode(  # type: ignore[override]  # noqa: N802 - gRPC's name; the stub types the synchronous form
+        self, request: decode_pb2.DecodeRequest, context: object
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        with self._admitted(request) as capacity:
+            kv = RequestKv(self._geometry, capacity)
+            incoming = self._receiver.expect(request.transfer_id, request.attempt, request.num_prompt_tokens, kv)
+            try:
+                yield decode_pb2.DecodeResponse(grant=incoming.grant)
+                delivery = await incoming.committed()
+                committed = decode_pb2.Committed(bytes_received=delivery.num_bytes, transfer_seconds=delivery.seconds)
+                yield decode_pb2.DecodeResponse(committed=committed)
+                async with contextlib.aclosing(self._continue(request, kv, delivery.first_token)) as responses:
+                    async for response in responses:
+                        yield response
+            finally:
+                # Until the writers have closed, bytes may still be unpacked into `kv`.
+                await incoming.abort("the decode request ended", self._deadlines.stop)
+                if self._receiver.open_transfers == 0:
+                    self._arena.check()
+
+    async def DescribeDecode(  # type: ignore[override]  # noqa: N802
+        self, request: decode_pb2.DescribeDecodeRequest, context: object
+    ) -> decode_pb2.DescribeDecodeResponse:
+        return decode_pb2.DescribeDecodeResponse(
+            name=self._section.name,
+            epoch=self._epoch,
+            serving=self.serving,
+            detail="" if self.serving else "shutting down",
+            geometry=self._geometry,
+            engine="transformers",
+            capacity_tokens=self._section.capacity_tokens,
+            free_tokens=self._section.capacity_tokens - self._promised_tokens,
+            active_requests=self._active,
+            transport=self._transport,
+            metrics_addresses=[self._metrics_address],
+            slots_free=self._arena.free,
+            slots_held=self._arena.held,
+            slots_quarantined=self._arena.quarantined,
+        )
+
+    @contextlib.contextmanager
+    def _admitted(self, request: decode_pb2.DecodeRequest) -> Iterator[int]:
+        """Promises the request its tokens for as long as it lasts. Gives their number."""
+        if not self.serving:
+            raise PeerUnavailable("the decode node is shutting down; use another one.")
+        check_contract(request.source, self._geometry)
+        promised = request.num_prompt_tokens + request.stop.max_tokens
+        capacity = self._section.capacity_tokens
+        if not request.num_prompt_tokens or not request.stop.max_tokens or not request.transfer_id:
+            raise InvalidRequest("transfer_id, num_prompt_tokens and stop.max_tokens must be given, and not be 0.")
+        if promised > capacity:
+            raise InvalidRequest(
+                f"{request.num_prompt_tokens} prompt tokens and {request.stop.max_tokens} to generate are {promised}; "
+                f"decode node {self._section.name} holds {capacity}. Shorten them, or raise capacity_tokens."
+            )
+        if promised > capacity - self._promised_tokens or self._active >= self._section.max_requests:
+            raise CapacityError(
+                f"decode node {self._section.name} is full: {self._promised_tokens} of {capacity} tokens are promised to "
+                f"{self._active} requests (at most {self._section.max_requests}). Try again later or add a node."
+            )
+        self._promised_tokens += promised
+        self._active += 1
+        try:
+            yield promised
+        finally:
+            self._promised_tokens -= promised
+            self._active -= 1
+
+    async def _continue(
+        self, request: decode_pb2.DecodeRequest, kv: RequestKv, first_token: int
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        """The tokens after the first one, and the end."""
+        reason = self._decoder.finish_reason([first_token], request.stop)
+        num_tokens = 1
+        if reason is None:
+            loop = asyncio.get_running_loop()
+            tokens: asyncio.Queue[tuple[int, Reason | None] | Exception] = asyncio.Queue()
+            left = asyncio.Event()
+
+            def put(item: tuple[int, Reason | None] | Exception) -> None:
+                loop.call_soon_threadsafe(tokens.put_nowait, item)
+
+            continuation = Continuation(
+                kv=kv,
+                num_prompt_tokens=request.num_prompt_tokens,
+                tokens=[first_token],
+                sampling=request.sampling,
+                stop=request.stop,
+                on_token=lambda token, why: put((token, why)),
+                on_error=put,
+                on_left=lambda: loop.call_soon_threadsafe(left.set),
+            )
+            self._decoder.add(continuation)
+            try:
+                while reason is None:
+                    item = await tokens.get()
+                    if isinstance(item, Exception):
+                        raise HeadwaterError(f"decode node {self._section.name}: the model failed: {item}") from item
+                    token, reason = item
+                    metrics.TOKENS_DECODED.inc()
+                    yield decode_pb2.DecodeResponse(token=decode_pb2.DecodedToken(token_id=token, index=num_tokens))
+                    num_tokens += 1
+            finally:
+                self._decoder.remove(continuation)
+                # One step of the decoder at most.
+                await left.wait()
+        finished = decode_pb2.DecodeFinished(reason=reason, num_generated_tokens=num_tokens)
+        yield decode_pb2.DecodeResponse(finished=finished)
+        log.event(Event.FINISHED, request=request.request_id, transfer=request.transfer_id, tokens=num_tokens)
+
+
+async def serve(cluster: Cluster, name: str) -> int:
+    """Runs the decode node `name` until SIGTERM or SIGINT. Returns the exit code.
+
+    Raises:
+        InvalidConfig, ModelFolderError: before anything is started.
+    """
+    section = cluster.decode_named(name)
+    folder = read_model_folder(Path(cluster.model.path))
+    # Its pages are the requests themselves, so any page size of the writer will do.
+    geometry = geometry_of(folder, cluster.model, page_size=1)
+    host = section.address.rpartition(":")[0]
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with contextlib.AsyncExitStack() as stack:
+        # Claims the port before the slow part.
+        server = Server(section.address, ["headwater.v1.DecodeService", "headwater.v1.TransferService"])
+        exporter = MetricsServer(host, section.metrics_port)
+        stack.callback(exporter.stop)
+        engine = MooncakeEngine(host, section.transport, cluster.deadlines.write)
+        stack.callback(engine.close)
+        arena = SlotArena(engine, section.num_slots, section.slot_kb * 1024)
+        stack.callback(arena.close)
+        epoch = secrets.token_hex(8)
+        receiver = Receiver(
+            engine,
+            arena,
+            epoch=epoch,
+            address=server.address,
+            geometry=geometry,
+            slots_per_writer=section.slots_per_writer,
+            reply_seconds=cluster.deadlines.reply,
+            acknowledge_seconds=cluster.deadlines.acknowledge,
+            stop_seconds=cluster.deadlines.stop,
+        )
+        stack.callback(receiver.close)
+        decoder = await asyncio.to_thread(
+            Decoder,
+            folder.path,
+            dtype=geometry.dtype,
+            max_context_tokens=cluster.model.max_context_tokens,
+            num_threads=section.threads,
+            core=section.cores[0] if section.cores else None,
+        )
+        stack.callback(decoder.stop)
+        node = DecodeNode(
+            section,
+            cluster.deadlines,
+            geometry,
+            epoch,
+            receiver,
+            arena,
+            decoder,
+            transport=engine.transport,
+            metrics_address=exporter.address,
+        )
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(node, server.grpc_server)
+        transfer_pb2_grpc.add_TransferServiceServicer_to_server(TransferServicer(receiver), server.grpc_server)
+        await server.start()
+        stack.push_async_callback(server.stop, cluster.deadlines.stop)
+        await server.set_serving(serving=True)
+        log.info("serving", address=server.address, metrics=exporter.address, transport=engine.transport)
+        await stop.wait()
+        # The stack ends running calls first, then what they use.
+        node.serving = False
+    return 0

@@ -1,0 +1,120 @@
+"""KV of several requests at different lengths, for stock `transformers` models that decode one token each.
+
+Each request has memory of its own, exactly as long as it was promised; nothing is padded and nothing is
+masked. The model's layers run on the whole batch, and attention runs request by request.
+
+Suffixes: B requests, N query heads, H key/value heads, G = N / H, C capacity in tokens, L tokens so far,
+K key size, V value size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, Cache
+
+from headwater.v1 import common_pb2
+from kv_transfer.geometry import Box, CellSize, PagedLayout, Span
+from kv_transfer.receiver import PagedDestination
+
+NAME = "headwater_ragged"
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class RequestKv:
+    """One request's KV for all layers; also the `Destination` of its transfer.
+
+    Args:
+        capacity: tokens, prompt and answer.
+    """
+
+    def __init__(self, geometry: common_pb2.Geometry, capacity: int) -> None:
+        layers, heads = Span(0, geometry.num_layers), Span(0, geometry.num_kv_heads)
+        # One page that holds the whole request.
+        layout = PagedLayout(layers, heads, capacity, 1, CellSize.of(geometry))
+        self._memory = torch.empty(layout.total_bytes, dtype=torch.uint8)
+        self._destination = PagedDestination(layout, [0], self._memory.data_ptr())
+        flat = self._memory.view(DTYPES[geometry.dtype])
+        shapes = [(capacity, len(heads), geometry.key_size), (capacity, len(heads), geometry.value_size)]
+        views = flat.split([torch.Size(shape).numel() for shape in shapes] * geometry.num_layers)
+        self.keys_CHK = [view.view(shapes[0]) for view in views[::2]]
+        self.values_CHV = [view.view(shapes[1]) for view in views[1::2]]
+
+    def unpack(self, box: Box, address: int) -> None:
+        """See `kv_transfer.receiver.Destination`."""
+        self._destination.unpack(box, address)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One request in a batch: its KV, and how many tokens it has before this step's."""
+
+    kv: RequestKv
+    length: int
+
+
+class RaggedCache(Cache):
+    """What `transformers` calls a cache, for one step of a batch."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        super().__init__(layers=[])
+        self.rows = rows
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Args:
+        key_states, value_states: [B, H, 1, K] and [B, H, 1, V], one new token per request.
+        """
+        for index, row in enumerate(self.rows):
+            row.kv.keys_CHK[layer_idx][row.length] = key_states[index, :, 0]
+            row.kv.values_CHV[layer_idx][row.length] = value_states[index, :, 0]
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions are always given, so nobody needs this."""
+        return 0
+
+
+def register() -> None:
+    """Makes the attention function known to `transformers` as attn_implementation=NAME."""
+    AttentionInterface.register(NAME, ragged_attention)
+
+
+def ragged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    ragged: RaggedCache,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Each request's one query over its own keys.
+
+    Args:
+        query: [B, N, 1, K]. ragged: passed through the model's forward.
+
+    Returns:
+        [B, 1, N, V] and no weights.
+    """
+    layer: int = module.layer_idx  # type: ignore[assignment] # every attention layer of transformers has it
+    outputs = []
+    for index, row in enumerate(ragged.rows):
+        key_LHK = row.kv.keys_CHK[layer][: row.length + 1]
+        value_LHV = row.kv.values_CHV[layer][: row.length + 1]
+        # The group's query heads take the place of query tokens: all of them see all keys.
+        query_HGK = query[index, :, 0].unflatten(0, (key_LHK.shape[1], -1))
+        output_HGV = torch.nn.functional.scaled_dot_product_attention(
+            query_HGK.unsqueeze(0),
+            key_LHK.transpose(0, 1).unsqueeze(0),
+            value_LHV.transpose(0, 1).unsqueeze(0),
+            scale=scaling,
+        )[0]
+        outputs.append(output_HGV.flatten(0, 1))
+    return torch.stack(outputs).unsqueeze(1), None

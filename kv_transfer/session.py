@@ -1,0 +1,114 @@
+"""The transfer state machine, one table per side.
+
+A machine has one state; an event that the table does not list for it raises and changes nothing. Every
+transfer ends in exactly one terminal state on each side.
+
+    receiver   granted ──open──▶ receiving ──commit──▶ committed
+                  └────fail / abort────┴──────────────▶ failed / aborted
+
+    sender     opening ──opened──▶ sending ──close──▶ draining ──delivered──▶ delivered
+                  └─────────fail / abort──┴──────────────┴──────────────────▶ failed / aborted
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+from headwater.errors import IllegalEvent
+
+
+class ReceiverState(enum.Enum):
+    GRANTED = "granted"
+    RECEIVING = "receiving"
+    COMMITTED = "committed"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+class ReceiverEvent(enum.Enum):
+    OPEN = "open"  # a writer opened its delivery
+    RECEIPT = "receipt"  # a box was verified and unpacked
+    COMMIT = "commit"  # full coverage, and the first token is known
+    FAIL = "fail"  # a writer, a digest or the coverage failed
+    ABORT = "abort"  # this side no longer wants the KV
+
+
+class SenderState(enum.Enum):
+    OPENING = "opening"
+    SENDING = "sending"
+    DRAINING = "draining"
+    DELIVERED = "delivered"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+class SenderEvent(enum.Enum):
+    OPENED = "opened"  # the receiver granted slots
+    CLOSE = "close"  # no more chunks will come
+    DELIVERED = "delivered"  # every receipt acknowledged, closing confirmed
+    FAIL = "fail"  # a write, the stream or the receiver failed
+    ABORT = "abort"  # this side cancelled
+
+
+_R, _RE, _S, _SE = ReceiverState, ReceiverEvent, SenderState, SenderEvent
+
+RECEIVER_TABLE: Mapping[tuple[ReceiverState, ReceiverEvent], ReceiverState] = {
+    (_R.GRANTED, _RE.OPEN): _R.RECEIVING,
+    (_R.GRANTED, _RE.FAIL): _R.FAILED,
+    (_R.GRANTED, _RE.ABORT): _R.ABORTED,
+    (_R.RECEIVING, _RE.OPEN): _R.RECEIVING,
+    (_R.RECEIVING, _RE.RECEIPT): _R.RECEIVING,
+    (_R.RECEIVING, _RE.COMMIT): _R.COMMITTED,
+    (_R.RECEIVING, _RE.FAIL): _R.FAILED,
+    (_R.RECEIVING, _RE.ABORT): _R.ABORTED,
+}
+
+SENDER_TABLE: Mapping[tuple[SenderState, SenderEvent], SenderState] = {
+    (_S.OPENING, _SE.OPENED): _S.SENDING,
+    (_S.OPENING, _SE.FAIL): _S.FAILED,
+    (_S.OPENING, _SE.ABORT): _S.ABORTED,
+    (_S.SENDING, _SE.CLOSE): _S.DRAINING,
+    (_S.SENDING, _SE.FAIL): _S.FAILED,
+    (_S.SENDING, _SE.ABORT): _S.ABORTED,
+    (_S.DRAINING, _SE.DELIVERED): _S.DELIVERED,
+    (_S.DRAINING, _SE.FAIL): _S.FAILED,
+    (_S.DRAINING, _SE.ABORT): _S.ABORTED,
+}
+
+StateT = TypeVar("StateT", ReceiverState, SenderState)
+EventT = TypeVar("EventT", ReceiverEvent, SenderEvent)
+
+
+class Session(Generic[StateT, EventT]):
+    """One side of one transfer."""
+
+    def __init__(self, initial: StateT, table: Mapping[tuple[StateT, EventT], StateT], name: str) -> None:
+        self.state = initial
+        self._table = table
+        self._name = name
+        self._live = {state for state, _ in table}
+
+    @property
+    def terminal(self) -> bool:
+        return self.state not in self._live
+
+    def on(self, event: EventT) -> None:
+        """Moves to the next state.
+
+        Raises:
+            IllegalEvent: the table has no such transition; the state is unchanged.
+        """
+        following = self._table.get((self.state, event))
+        if following is None:
+            raise IllegalEvent(f"transfer {self._name}: event {event.value!r} is not allowed in state {self.state.value!r}.")
+        self.state = following
+
+
+def receiver_session(name: str) -> Session[ReceiverState, ReceiverEvent]:
+    return Session(ReceiverState.GRANTED, RECEIVER_TABLE, name)
+
+
+def sender_session(name: str) -> Session[SenderState, SenderEvent]:
+    return Session(SenderState.OPENING, SENDER_TABLE, name)

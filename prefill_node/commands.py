@@ -1,0 +1,58 @@
+"""The subcommands of this package: `headwater prefill serve`, `headwater prefill worker`, `headwater import-model`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headwater.cluster import load_cluster
+from headwater.lifecycle import configure_logging
+
+if TYPE_CHECKING:
+    # argparse has no public name for what add_subparsers returns.
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
+
+
+def add_commands(subparsers: Subparsers) -> None:
+    """Adds this package's subcommands to `headwater`."""
+    prefill = subparsers.add_parser("prefill", help="a prefill group's processes")
+    roles = prefill.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = roles.add_parser("serve", help="run a group's leader, and its workers on this host")
+    serve.add_argument("--cluster", required=True, type=Path, metavar="FILE", help="cluster file (TOML)")
+    serve.add_argument("--name", required=True, help="the group's name in the cluster file")
+    serve.set_defaults(run=_serve)
+
+    worker = roles.add_parser("worker", help="run one rank, on a host that the leader is not on")
+    worker.add_argument("--leader", required=True, metavar="HOST:PORT", help="where the group's leader listens")
+    worker.add_argument("--rank", required=True, type=int, help="rank in the group: stage * tp + tensor rank")
+    worker.add_argument("--host", help="this host's address as the other ranks reach it")
+    worker.set_defaults(run=_worker)
+
+    convert = subparsers.add_parser("import-model", help="turn a GGUF file into a safetensors folder")
+    convert.add_argument("gguf", type=Path, help="the GGUF file")
+    convert.add_argument("folder", type=Path, help="the folder to make")
+    convert.set_defaults(run=_import_model)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from prefill_node.group import serve  # noqa: PLC0415 - each command loads only what it needs
+
+    cluster = load_cluster(arguments.cluster)
+    configure_logging(arguments.name, cluster.log_level)
+    return asyncio.run(serve(cluster, arguments.name))
+
+
+def _worker(arguments: argparse.Namespace) -> int:
+    from prefill_node.worker import run  # noqa: PLC0415 - loads torch
+
+    return run(arguments)
+
+
+def _import_model(arguments: argparse.Namespace) -> int:
+    from prefill_node.import_model import import_model  # noqa: PLC0415 - loads torch
+
+    import_model(arguments.gguf, arguments.folder)
+    return 0

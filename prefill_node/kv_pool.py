@@ -1,0 +1,110 @@
+"""One rank's KV pool as tensors, and the cache through which `transformers` layers fill it.
+
+Memory has the form of `kv_transfer.geometry.PagedLayout`; slot = page · page_size + offset in the page.
+Suffixes: T tokens of a step, L tokens of a prefix, H key/value heads of this rank, K key size, V value size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from kv_transfer.geometry import CellSize, PagedLayout, Span
+from headwater.v1 import common_pb2
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedChunk:
+    """A chunk of a step: where its tokens are in the step and in the pool."""
+
+    request_id: str
+    # Tokens of the request: [start, end).
+    tokens: Span
+    # First of the chunk's tokens within the step.
+    offset: int
+    # Runs (first slot, count) of the request's tokens before the chunk, and of the chunk.
+    prefix_runs: list[tuple[int, int]]
+    chunk_runs: list[tuple[int, int]]
+
+
+class KvPool:
+    """All pages of this rank's layers and heads.
+
+    Args:
+        layers, heads: what this rank holds, numbered as in the whole model.
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(
+        self, geometry: common_pb2.Geometry, layers: Span, heads: Span, num_pages: int, device: torch.device
+    ) -> None:
+        cell = CellSize.of(geometry)
+        self.layout = PagedLayout(layers, heads, geometry.page_size, num_pages, cell)
+        self._memory = torch.empty(self.layout.total_bytes, dtype=torch.uint8, device=device)
+        flat = self._memory.view(DTYPES[geometry.dtype])
+        slots = num_pages * geometry.page_size
+        shapes = [(slots, len(heads), geometry.key_size), (slots, len(heads), geometry.value_size)]
+        views = flat.split([torch.Size(shape).numel() for shape in shapes] * len(layers))
+        keys = [view.view(shapes[0]) for view in views[::2]]
+        values = [view.view(shapes[1]) for view in views[1::2]]
+        # By layer number of the whole model.
+        self._layers = dict(zip(range(layers.start, layers.end), zip(keys, values, strict=True), strict=True))
+
+    @property
+    def address(self) -> int:
+        """Of the first byte."""
+        return self._memory.data_ptr()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layout.total_bytes
+
+    def write(self, layer: int, chunk: PlacedChunk, key_THK: torch.Tensor, value_THV: torch.Tensor) -> None:
+        """Puts one chunk's keys and values into its pages."""
+        for pool, new in zip(self._layers[layer], (key_THK, value_THV), strict=True):
+            done = 0
+            for slot, count in chunk.chunk_runs:
+                pool[slot : slot + count] = new[done : done + count]
+                done += count
+
+    def prefix(self, layer: int, chunk: PlacedChunk) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [L, H, K] and values [L, H, V] before the chunk: views where the pages are one run, else copies."""
+        parts = [
+            [pool[slot : slot + count] for slot, count in chunk.prefix_runs] for pool in self._layers[layer]
+        ]
+        keys, values = (part[0] if len(part) == 1 else torch.cat(part) for part in parts)
+        return keys, values
+
+
+class StepCache(Cache):
+    """What `transformers` calls a cache, for one step: stores each layer's new keys and values in the pool.
+
+    `update` gives the new keys and values back as they are; the attention function reads the prefix itself.
+    """
+
+    def __init__(self, pool: KvPool, chunks: list[PlacedChunk]) -> None:
+        super().__init__(layers=[])
+        self.pool = pool
+        self.chunks = chunks
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Args:
+        key_states, value_states: [1, H, T, K] and [1, H, T, V], the tokens of all chunks of the step.
+        layer_idx: number of the layer in the whole model.
+        """
+        key_THK, value_THV = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        for chunk in self.chunks:
+            tokens = slice(chunk.offset, chunk.offset + len(chunk.tokens))
+            self.pool.write(layer_idx, chunk, key_THK[tokens], value_THV[tokens])
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions are always given, so nobody needs this."""
+        return 0

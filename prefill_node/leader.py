@@ -1,0 +1,220 @@
+"""The leader: takes requests, lets the scheduler plan, sends the plan, and tells callers what came of it.
+
+Owns every decision of the group and no tensor. One event loop; nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+
+from headwater.errors import HeadwaterError, InvalidRequest, PeerUnavailable, error_class
+from headwater.lifecycle import Event, Logger, get_logger
+from headwater.v1 import common_pb2, prefill_pb2, worker_pb2
+from prefill_node import leader_metrics as metrics
+from prefill_node.links import WorkerLinks
+from prefill_node.scheduler import Request, Scheduler
+
+log = get_logger(__name__)
+
+
+@dataclasses.dataclass
+class _Caller:
+    """A request as its caller sees it: what is sent back, and when things happened (monotonic seconds)."""
+
+    request: Request
+    queued_at: float
+    events: asyncio.Queue[prefill_pb2.PrefillResponse | None] = dataclasses.field(default_factory=asyncio.Queue)
+    scheduled_at: float = 0.0
+    last_chunk_at: float = 0.0
+    error: HeadwaterError | None = None
+    bytes_sent: int = 0
+    num_receipts: int = 0
+
+    def tell(self, **event: object) -> None:
+        self.events.put_nowait(prefill_pb2.PrefillResponse(**event))  # type: ignore[arg-type]
+
+
+class Leader:
+    """One prefill group's decisions.
+
+    Args:
+        geometry: of the group, with vocabulary and context size for checking requests.
+    """
+
+    def __init__(self, scheduler: Scheduler, geometry: common_pb2.Geometry) -> None:
+        self.scheduler = scheduler
+        self._geometry = geometry
+        self._callers: dict[str, _Caller] = {}
+        self._links: WorkerLinks | None = None
+        # Why the group does not serve; empty when it does.
+        self.not_serving = "starting"
+
+    def begin(self, links: WorkerLinks) -> None:
+        """All ranks are ready."""
+        self._links = links
+        self.not_serving = ""
+
+    async def prefill(self, request: prefill_pb2.PrefillRequest) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        """Runs one request. Leaving the iterator early cancels it.
+
+        Raises:
+            InvalidRequest, CapacityError, DuplicateTransfer: refused; nothing was started.
+            PeerUnavailable: the group does not serve, or stopped serving.
+            TransferFailed, PeerError: the KV could not be delivered.
+        """
+        self._check(request)
+        accepted = Request(
+            request_id=request.request_id,
+            token_ids=request.token_ids,
+            sampling=request.sampling,
+            grant=request.grant if request.HasField("grant") else None,
+        )
+        self.scheduler.submit(accepted)
+        caller = _Caller(accepted, time.monotonic())
+        self._callers[accepted.request_id] = caller
+        self._log(accepted).event(Event.QUEUED, num_tokens=accepted.num_tokens)
+        try:
+            self._advance()
+            while (event := await caller.events.get()) is not None:
+                yield event
+            if caller.error is not None:
+                raise caller.error
+        finally:
+            self._leave(caller)
+
+    def on_report(self, rank: int, report: worker_pb2.AttachRequest) -> None:
+        """A worker says something."""
+        if report.HasField("step_done"):
+            self._step_done(report.step_done)
+        elif report.HasField("request_failed"):
+            failed = report.request_failed
+            caller = self._callers.get(failed.request_id)
+            if caller is not None and caller.error is None:
+                caller.error = error_class(failed.error_class)(failed.error)
+                self._cancel(failed.request_id)
+                # The caller need not wait for the ranks; the pages do.
+                caller.events.put_nowait(None)
+        elif report.HasField("released"):
+            self._released(rank, report.released)
+
+    def stop_serving(self, reason: str) -> None:
+        """The group cannot go on: every request fails at once. Pages stay as they are; their ranks are gone."""
+        if self.not_serving:
+            return
+        self.not_serving = reason
+        for caller in list(self._callers.values()):
+            caller.error = caller.error or PeerUnavailable(f"the prefill group stopped serving: {reason}.")
+            caller.events.put_nowait(None)
+
+    def _check(self, request: prefill_pb2.PrefillRequest) -> None:
+        if self.not_serving:
+            raise PeerUnavailable(f"the prefill group is not serving: {self.not_serving}.")
+        if not request.request_id:
+            raise InvalidRequest("request_id is empty; give each request its own.")
+        if not request.token_ids:
+            raise InvalidRequest("the prompt is empty; give at least one token.")
+        if max(request.token_ids) >= self._geometry.vocab_size:
+            raise InvalidRequest(
+                f"token id {max(request.token_ids)} is out of the vocabulary (0 to {self._geometry.vocab_size - 1}). "
+                "Tokenise with this model's tokenizer."
+            )
+        if len(request.token_ids) > self._geometry.max_context_tokens:
+            raise InvalidRequest(
+                f"the prompt has {len(request.token_ids)} tokens; the model's context is "
+                f"{self._geometry.max_context_tokens}."
+            )
+
+    def _advance(self) -> None:
+        """Sends whatever the scheduler allows now."""
+        if self._links is None or self.not_serving:
+            return
+        for entry in self.scheduler.plan():
+            self._links.append(entry)
+            if isinstance(entry, worker_pb2.Step):
+                metrics.STEPS.inc()
+                for chunk in entry.chunks:
+                    if chunk.start == 0:
+                        self._scheduled(chunk.request_id)
+        metrics.QUEUED.set(self.scheduler.num_queued)
+        metrics.RUNNING.set(self.scheduler.num_running)
+        metrics.FREE_PAGES.set(self.scheduler.pool.free_pages)
+
+    def _scheduled(self, request_id: str) -> None:
+        caller = self._callers[request_id]
+        caller.scheduled_at = caller.last_chunk_at = time.monotonic()
+        metrics.QUEUE_SECONDS.observe(caller.scheduled_at - caller.queued_at)
+        num_chunks = self.scheduler.num_chunks(caller.request.num_tokens)
+        caller.tell(scheduled=prefill_pb2.PrefillScheduled(num_chunks=num_chunks))
+        self._log(caller.request).event(Event.SCHEDULED, num_chunks=num_chunks)
+
+    def _step_done(self, done: worker_pb2.StepDone) -> None:
+        now = time.monotonic()
+        sampled = {token.request_id: token.token_id for token in done.sampled}
+        for chunk in self.scheduler.step_done(done.sequence):
+            metrics.TOKENS.inc(chunk.end - chunk.start)
+            caller = self._callers.get(chunk.request_id)
+            if caller is None:
+                continue
+            caller.tell(chunk_done=prefill_pb2.ChunkDone(token_end=chunk.end))
+            if chunk.last:
+                caller.tell(
+                    first_token=prefill_pb2.FirstToken(
+                        token_id=sampled[chunk.request_id],
+                        queue_seconds=caller.scheduled_at - caller.queued_at,
+                        first_chunks_seconds=caller.last_chunk_at - caller.scheduled_at,
+                        last_chunk_seconds=now - caller.last_chunk_at,
+                    )
+                )
+                metrics.PREFILL_SECONDS.observe(now - caller.scheduled_at)
+                self._log(caller.request).event(Event.FIRST_TOKEN_SAMPLED, token=sampled[chunk.request_id])
+            caller.last_chunk_at = now
+        self._advance()
+
+    def _released(self, rank: int, released: worker_pb2.Released) -> None:
+        caller = self._callers.get(released.request_id)
+        if caller is not None:
+            caller.bytes_sent += released.bytes_sent
+            caller.num_receipts += released.num_receipts
+        if not self.scheduler.released(released.request_id, rank):
+            return
+        if self.scheduler.num_running == 0:
+            self.scheduler.pool.check()
+        if caller is not None:
+            self._log(caller.request).event(Event.RELEASED, bytes_sent=caller.bytes_sent)
+            if caller.error is None:
+                caller.tell(
+                    completed=prefill_pb2.PrefillCompleted(
+                        bytes_sent=caller.bytes_sent, num_receipts=caller.num_receipts
+                    )
+                )
+            caller.events.put_nowait(None)
+        self._advance()
+
+    def _leave(self, caller: _Caller) -> None:
+        """The caller is gone: answered, or cancelled while the request still runs."""
+        request_id = caller.request.request_id
+        self._callers.pop(request_id, None)
+        if caller.error is not None:
+            metrics.REQUESTS.labels(type(caller.error).__name__).inc()
+        elif self._cancel(request_id):
+            self._log(caller.request).event(Event.ABORTED)
+            metrics.REQUESTS.labels("aborted").inc()
+        else:
+            metrics.REQUESTS.labels("completed").inc()
+
+    def _cancel(self, request_id: str) -> bool:
+        """Ends a request on every rank. False when there was nothing left to end."""
+        queued = self.scheduler.num_queued
+        gone, entries = self.scheduler.cancel(request_id)
+        if self._links is not None:
+            for entry in entries:
+                self._links.append(entry)
+        self._advance()
+        return not gone or self.scheduler.num_queued < queued
+
+    def _log(self, request: Request) -> Logger:
+        transfer = request.grant.transfer_id if request.grant else None
+        return log.bind(request=request.request_id, transfer=transfer)

@@ -1,0 +1,16 @@
+"""Prometheus metrics of a prefill group's leader."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+
+REQUESTS = Counter("headwater_prefill_requests", "Requests by outcome.", ["outcome"])
+STEPS = Counter("headwater_prefill_steps", "Steps sent to the workers.")
+TOKENS = Counter("headwater_prefill_tokens", "Prompt tokens that left the last stage.")
+QUEUED = Gauge("headwater_prefill_queued_requests", "Requests waiting for pages.")
+RUNNING = Gauge("headwater_prefill_running_requests", "Requests that hold pages.")
+FREE_PAGES = Gauge("headwater_prefill_free_pages", "Pages that no request holds.")
+QUEUE_SECONDS = Histogram("headwater_prefill_queue_seconds", "From queued to the first step.", buckets=_SECONDS)
+PREFILL_SECONDS = Histogram("headwater_prefill_seconds", "From the first step to the first token.", buckets=_SECONDS)

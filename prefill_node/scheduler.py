@@ -1,0 +1,207 @@
+"""Which chunks go through the pipeline next.
+
+Pure: requests in, log entries out; no clock, no I/O, no torch. The leader sends the entries, in order, to
+every worker.
+
+    queued ──pages──▶ running ──last chunk planned, or cancelled──▶ closing ──all ranks released──▶ gone
+
+Pages are taken for the whole prompt at once, so running requests never wait for each other's pages. They are
+given back only when every rank has released the request: computed, written and quiesced.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+from headwater.errors import CapacityError, DuplicateTransfer, InvalidRequest
+from headwater.v1 import common_pb2, worker_pb2
+from prefill_node.pages import PagePool
+
+Entry = worker_pb2.OpenRequest | worker_pb2.Step | worker_pb2.CloseRequest
+
+
+class RequestState(enum.Enum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    CLOSING = "closing"
+
+
+@dataclasses.dataclass
+class Request:
+    """One prompt. Only the scheduler changes what is below the line."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    sampling: common_pb2.SamplingParams
+    grant: common_pb2.Grant | None
+    # ---
+    state: RequestState = RequestState.QUEUED
+    next_token: int = 0
+    holding_ranks: set[int] = dataclasses.field(default_factory=set)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class Scheduler:
+    """Fixed-size chunks, round robin over the running requests.
+
+    A step takes the next whole chunk of one request, and then those of others that still fit the budget of
+    one chunk, so short prompts and tails share steps.
+
+    Args:
+        max_in_flight: steps sent and not yet done: the pipeline's depth and some look-ahead.
+        world_size: ranks that must release a request.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        chunk_tokens: int,
+        max_in_flight: int,
+        max_running: int,
+        max_queued: int,
+        world_size: int,
+    ) -> None:
+        self.pool = pool
+        self.chunk_tokens = chunk_tokens
+        self._max_in_flight = max_in_flight
+        self._max_running = max_running
+        self._max_queued = max_queued
+        self._world_size = world_size
+        self._queue: collections.deque[Request] = collections.deque()
+        # Requests with pages; those with chunks left to plan are in turn order at the front of `_turns`.
+        self._active: dict[str, Request] = {}
+        self._turns: collections.deque[Request] = collections.deque()
+        self._in_flight: collections.deque[worker_pb2.Step] = collections.deque()
+        self._next_sequence = 0
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._active)
+
+    @property
+    def steps_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def num_chunks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.chunk_tokens)
+
+    def submit(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            InvalidRequest: it can never fit the pool.
+            CapacityError: the queue is full.
+            DuplicateTransfer: the request id is in use.
+        """
+        pool = self.pool
+        if pool.pages_for(request.num_tokens) > pool.num_pages:
+            raise InvalidRequest(
+                f"the prompt has {request.num_tokens} tokens; this prefill group's pool holds "
+                f"{pool.num_pages * pool.page_size}. Shorten the prompt, or raise pool_tokens."
+            )
+        if len(self._queue) >= self._max_queued:
+            raise CapacityError(
+                f"{len(self._queue)} requests are waiting (max_queued_requests). Try again later or add a group."
+            )
+        if request.request_id in self._active or any(r.request_id == request.request_id for r in self._queue):
+            raise DuplicateTransfer(f"request {request.request_id} is already here.")
+        self._queue.append(request)
+
+    def cancel(self, request_id: str) -> tuple[bool, list[Entry]]:
+        """Ends a request early. Returns whether it is gone already, and what the workers must be told."""
+        for request in self._queue:
+            if request.request_id == request_id:
+                self._queue.remove(request)
+                return True, []
+        cancelled = self._active.get(request_id)
+        if cancelled is None:
+            return True, []
+        if cancelled.state is RequestState.RUNNING:
+            self._turns.remove(cancelled)
+            cancelled.state = RequestState.CLOSING
+        return False, [worker_pb2.CloseRequest(request_id=request_id, abort=True)]
+
+    def plan(self) -> list[Entry]:
+        """Everything that may be sent to the workers now, in order."""
+        entries: list[Entry] = []
+        while self._queue and len(self._active) < self._max_running:
+            request = self._queue[0]
+            if self.pool.pages_for(request.num_tokens) > self.pool.free_pages:
+                break
+            self._queue.popleft()
+            entries.append(self._admit(request))
+        while self._turns and len(self._in_flight) < self._max_in_flight:
+            step, finished = self._next_step()
+            self._in_flight.append(step)
+            entries.append(step)
+            entries += [worker_pb2.CloseRequest(request_id=request.request_id, abort=False) for request in finished]
+        return entries
+
+    def step_done(self, sequence: int) -> list[worker_pb2.Chunk]:
+        """The last stage has computed a step. Returns its chunks."""
+        step = self._in_flight.popleft()
+        if step.sequence != sequence:
+            raise AssertionError(f"step {sequence} was reported done, step {step.sequence} is the oldest")
+        return list(step.chunks)
+
+    def released(self, request_id: str, rank: int) -> bool:
+        """A rank holds nothing of the request any more. True when it was the last one; the pages are free."""
+        request = self._active[request_id]
+        request.holding_ranks.remove(rank)
+        if request.holding_ranks:
+            return False
+        del self._active[request_id]
+        self.pool.give_back(request_id)
+        return True
+
+    def _admit(self, request: Request) -> worker_pb2.OpenRequest:
+        pages = self.pool.take(request.request_id, request.num_tokens)
+        request.state = RequestState.RUNNING
+        request.holding_ranks = set(range(self._world_size))
+        self._active[request.request_id] = request
+        self._turns.append(request)
+        return worker_pb2.OpenRequest(
+            request_id=request.request_id,
+            num_tokens=request.num_tokens,
+            pages=pages,
+            sampling=request.sampling,
+            grant=request.grant,
+        )
+
+    def _next_step(self) -> tuple[worker_pb2.Step, list[Request]]:
+        step = worker_pb2.Step(sequence=self._next_sequence)
+        self._next_sequence += 1
+        budget = self.chunk_tokens
+        finished: list[Request] = []
+        for _ in range(len(self._turns)):
+            request = self._turns.popleft()
+            count = min(self.chunk_tokens, request.num_tokens - request.next_token)
+            if count <= budget:
+                budget -= count
+                start, end = request.next_token, request.next_token + count
+                request.next_token = end
+                last = end == request.num_tokens
+                step.chunks.add(
+                    request_id=request.request_id,
+                    start=start,
+                    end=end,
+                    token_ids=request.token_ids[start:end],
+                    last=last,
+                )
+                if last:
+                    request.state = RequestState.CLOSING
+                    finished.append(request)
+                    continue
+            self._turns.append(request)
+        return step, finished

@@ -1,0 +1,310 @@
+"""One rank of a prefill group: applies the leader's log.
+
+The compute thread (this module) takes entries in order: receive, compute, send on, hand the KV over, report.
+It never waits for a transfer and never talks to the leader itself; `control` does, on its own thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from headwater.errors import HeadwaterError
+from headwater.lifecycle import Event, configure_logging, get_logger
+from headwater.v1 import common_pb2, worker_pb2
+from kv_transfer.geometry import Span
+from kv_transfer.metrics_server import MetricsServer
+from kv_transfer.mooncake import MooncakeEngine
+from kv_transfer.sender import SEGMENT_BYTES, Sender
+from kv_transfer.slots import SlotArena
+from prefill_node import worker_metrics as metrics
+from prefill_node.control import Control
+from prefill_node.deliveries import Deliveries
+from prefill_node.kv_pool import DTYPES, KvPool, PlacedChunk
+from prefill_node.pipeline import Pipeline, Place, join, listen_for_store
+from prefill_node.sampling import sample
+from prefill_node.stage import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = get_logger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Running:
+    """A request that this rank has pages for."""
+
+    pages: list[int]
+    sampling: common_pb2.SamplingParams
+    num_tokens: int
+
+
+class StepRunner:
+    """Computes steps: everything between a plan and its results, with no leader and no transfers.
+
+    Args:
+        computed: called for each chunk whose KV is complete in the pool.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        stage: Stage,
+        pool: KvPool,
+        pipeline: Pipeline,
+        computed: Callable[[str, Span], None],
+    ) -> None:
+        self._place = place
+        self._stage = stage
+        self._pool = pool
+        self._pipeline = pipeline
+        self._computed = computed
+        self._requests: dict[str, _Running] = {}
+
+    def open(self, request: worker_pb2.OpenRequest) -> None:
+        self._requests[request.request_id] = _Running(list(request.pages), request.sampling, request.num_tokens)
+
+    def close(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+    def expect(self, step: worker_pb2.Step) -> None:
+        """Posts the receive of a step that will be run next."""
+        self._pipeline.post(sum(chunk.end - chunk.start for chunk in step.chunks))
+
+    def run(self, step: worker_pb2.Step) -> list[worker_pb2.SampledToken]:
+        """Runs a step that was expected. Returns what the sampling rank sampled."""
+        chunks = self._place_chunks(step)
+        if self._place.previous is None:
+            source = torch.tensor([token for chunk in step.chunks for token in chunk.token_ids], device=self._stage.device)
+        else:
+            source = self._pipeline.take()
+        started = time.perf_counter()
+        for chunk in chunks:
+            log.event(Event.CHUNK_STARTED, request=chunk.request_id, tokens=[chunk.tokens.start, chunk.tokens.end])
+        positions = torch.cat(
+            [torch.arange(chunk.tokens.start, chunk.tokens.end, device=self._stage.device) for chunk in chunks]
+        )
+        ending = [chunk for chunk, planned in zip(chunks, step.chunks, strict=True) if planned.last]
+        logits_of = [chunk.offset + len(chunk.tokens) - 1 for chunk in ending]
+        result = self._stage.forward(source, positions, self._pool, chunks, logits_of)
+        if self._place.following is not None:
+            self._pipeline.send(result)
+        if self._stage.device.type == "cuda":
+            # KV may leave only after the kernels that fill it are done.
+            torch.cuda.current_stream().synchronize()
+        metrics.STEP_SECONDS.observe(time.perf_counter() - started)
+        for chunk in chunks:
+            log.event(Event.CHUNK_COMPUTED, request=chunk.request_id, tokens=[chunk.tokens.start, chunk.tokens.end])
+            self._computed(chunk.request_id, chunk.tokens)
+        if not self._place.samples:
+            return []
+        return [
+            worker_pb2.SampledToken(
+                request_id=chunk.request_id,
+                token_id=sample(logits, self._requests[chunk.request_id].sampling, chunk.tokens.end),
+            )
+            for chunk, logits in zip(ending, result if ending else [], strict=True)
+        ]
+
+    def _place_chunks(self, step: worker_pb2.Step) -> list[PlacedChunk]:
+        placed: list[PlacedChunk] = []
+        offset = 0
+        for chunk in step.chunks:
+            pages, tokens = self._requests[chunk.request_id].pages, Span(chunk.start, chunk.end)
+            layout = self._pool.layout
+            prefix_runs = layout.runs(pages, Span(0, chunk.start)) if chunk.start else []
+            placed.append(PlacedChunk(chunk.request_id, tokens, offset, prefix_runs, layout.runs(pages, tokens)))
+            offset += len(tokens)
+        return placed
+
+
+class Worker:
+    """A rank from hello to shutdown."""
+
+    def __init__(self, leader: str, rank: int, host: str) -> None:
+        self._host = host
+        self._rank = rank
+        self._control = Control(leader, worker_pb2.Hello(rank=rank, host=host, pid=os.getpid()))
+        self._first_tokens: dict[str, int] = {}
+
+    def run(self) -> None:
+        """Returns after an orderly shutdown."""
+        try:
+            self._serve(self._control.next().config)
+        except HeadwaterError as error:
+            log.error("the worker failed", error=str(error))
+            self._fail(str(error))
+            raise
+        except Exception as error:
+            log.exception("the worker failed")
+            self._fail(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._control.close()
+
+    def _fail(self, error: str) -> None:
+        self._control.report(worker_pb2.AttachRequest(failed=worker_pb2.WorkerFailed(error=error)))
+
+    def _serve(self, config: worker_pb2.WorkerConfig) -> None:
+        configure_logging(config.group, config.log_level, self._rank)
+        place = Place(self._rank, config.pp, config.tp)
+        torch.set_num_threads(config.num_threads)
+        device = torch.device(config.device)
+        # Engine, store and process group start threads, which inherit this thread's cores: pin after them.
+        engine = MooncakeEngine(self._host, config.transport, config.write_seconds)
+        mesh = self._join(place, config)
+        exporter = MetricsServer(self._host, 0)
+        layers = Span(config.layer_boundaries[place.stage], config.layer_boundaries[place.stage + 1])
+        stage = Stage(
+            Path(config.model),
+            layers=layers,
+            num_layers=config.geometry.num_layers,
+            dtype=DTYPES[config.geometry.dtype],
+            device=device,
+            tensor_mesh=mesh,
+            max_context_tokens=config.max_context_tokens,
+        )
+        share = config.geometry.num_kv_heads // config.tp
+        heads = Span(place.tensor_rank * share, (place.tensor_rank + 1) * share)
+        pool = KvPool(config.geometry, layers, heads, config.num_pages, device)
+        arena = SlotArena(engine, max(1, config.send_buffer_bytes // SEGMENT_BYTES), SEGMENT_BYTES)
+        sender = Sender(
+            engine,
+            arena,
+            pool.layout,
+            pool.address,
+            rank=self._rank,
+            epoch=config.epoch,
+            reply_seconds=config.reply_seconds,
+            acknowledge_seconds=config.acknowledge_seconds,
+        )
+        deliveries: Deliveries = self._control.call_and_wait(lambda: Deliveries(sender, self._control.report))
+        pipeline = Pipeline(place, stage.hidden_size, stage.dtype, device, depth=config.pp + 1)
+        runner = StepRunner(
+            place, stage, pool, pipeline, lambda request, tokens: self._control.call(deliveries.computed, request, tokens)
+        )
+        if config.HasField("core"):
+            os.sched_setaffinity(0, {config.core})
+        _warm_up(place, stage, pool, config)
+        self._control.become_ready()
+        ready = worker_pb2.Ready(
+            parameter_bytes=stage.parameter_bytes,
+            num_parameters=stage.num_parameters,
+            pool_bytes=pool.num_bytes,
+            transport=engine.transport,
+            metrics_address=exporter.address,
+        )
+        self._control.report(worker_pb2.AttachRequest(ready=ready))
+        log.info("ready", layers=[layers.start, layers.end], heads=[heads.start, heads.end], parameters=ready.num_parameters)
+        try:
+            self._follow(runner, deliveries, place)
+            pipeline.drain()
+        finally:
+            sender.close()
+            exporter.stop()
+            arena.close()
+            engine.close()
+        dist.destroy_process_group()
+
+    def _join(self, place: Place, config: worker_pb2.WorkerConfig) -> dist.DeviceMesh | None:
+        listener = listen_for_store(self._host) if place.rank == 0 else None
+        port = listener.getsockname()[1] if listener is not None else 0
+        self._control.report(worker_pb2.AttachRequest(joined=worker_pb2.Joined(store_port=port)))
+        rendezvous = self._control.next().rendezvous
+        return join(
+            place,
+            host=self._host,
+            store_host=rendezvous.store_host,
+            store_port=rendezvous.store_port,
+            listener=listener,
+            backend="nccl" if config.device == "cuda" else "gloo",
+            seconds=config.step_seconds,
+        )
+
+    def _follow(self, runner: StepRunner, deliveries: Deliveries, place: Place) -> None:
+        """Applies the log until it says to shut down."""
+        # Entries already taken from the log while looking ahead for the next step.
+        ahead: collections.deque[worker_pb2.AttachResponse] = collections.deque()
+        expected = -1
+        while True:
+            entry = ahead.popleft() if ahead else self._control.next()
+            if entry.HasField("step"):
+                while (further := self._control.next_if_any()) is not None:
+                    ahead.append(further)
+                # This step's receive, and the next one's if it is known, are posted before computing.
+                for step in [entry.step, *(later.step for later in ahead if later.HasField("step"))][:2]:
+                    if step.sequence > expected:
+                        runner.expect(step)
+                        expected = step.sequence
+                sampled = runner.run(entry.step)
+                self._first_tokens |= {token.request_id: token.token_id for token in sampled}
+                if place.samples:
+                    done = worker_pb2.StepDone(sequence=entry.step.sequence, sampled=sampled)
+                    self._control.report(worker_pb2.AttachRequest(step_done=done))
+            elif entry.HasField("open"):
+                runner.open(entry.open)
+                self._control.call(deliveries.open, entry.open)
+            elif entry.HasField("close"):
+                request_id, abort = entry.close.request_id, entry.close.abort
+                runner.close(request_id)
+                token = self._first_tokens.pop(request_id, None)
+                self._control.call(lambda i=request_id, t=token, a=abort: deliveries.close(i, t, abort=a))  # type: ignore[misc]
+            elif entry.HasField("shutdown"):
+                return
+
+
+def _warm_up(place: Place, stage: Stage, pool: KvPool, config: worker_pb2.WorkerConfig) -> None:
+    """Two small chunks of a made-up request: finds what the model needs and this service lacks before any
+    request does, and lets libraries set themselves up. The pages are free, so what it writes is never read."""
+    layout = pool.layout
+    half = max(1, layout.page_size // 2)
+    if layout.num_pages * layout.page_size < 2 * half:
+        return
+    for start in (0, half):
+        tokens = Span(start, start + half)
+        prefix = [(0, start)] if start else []
+        chunk = PlacedChunk("warm-up", tokens, 0, prefix, [(start, half)])
+        if place.previous is None:
+            source = torch.zeros(half, dtype=torch.long, device=stage.device)
+        else:
+            source = torch.zeros(half, stage.hidden_size, dtype=stage.dtype, device=stage.device)
+        positions = torch.arange(start, start + half, device=stage.device)
+        stage.forward(source, positions, pool, [chunk], [half - 1] if start else [])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--leader", required=True, metavar="HOST:PORT", help="where the group's leader listens")
+    parser.add_argument("--rank", required=True, type=int, help="rank in the group: stage * tp + tensor rank")
+    parser.add_argument("--host", help="this host's address as the other ranks reach it (default: the leader's host)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs one rank until the leader shuts it down. Returns the exit code."""
+    host = arguments.host or arguments.leader.rpartition(":")[0]
+    configure_logging("prefill", "info", arguments.rank)
+    try:
+        Worker(arguments.leader, arguments.rank, host).run()
+    except HeadwaterError as error:
+        print(f"headwater: error: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="headwater prefill worker", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""The cluster file: which groups exist, where they listen, how they are laid out.
+
+One TOML file describes a cluster; every process reads the section that bears its name. Values are checked
+here once, and errors name the key and what it allows. What depends on the model (heads, layers, context) is
+checked by whoever reads the model folder.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from headwater.errors import InvalidConfig
+
+Address = Annotated[str, Meta(pattern=r"^(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
+Name = Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Transport = Literal["auto", "tcp", "rdma"]
+_Section = typing.TypeVar("_Section", "Prefill", "Decode")
+
+
+class Model(Struct, frozen=True, forbid_unknown_fields=True):
+    """What every group serves."""
+
+    # A Hugging Face folder with config.json, safetensors and tokenizer.json; the same path on every host.
+    path: str
+    # Overrides max_position_embeddings of config.json.
+    max_context_tokens: Positive | None = None
+    # "auto": bfloat16 where the processor computes it natively, else float32. Prefill and decode must agree.
+    dtype: Dtype = "auto"
+
+
+class Router(Struct, frozen=True, forbid_unknown_fields=True):
+    address: Address = "127.0.0.1:7000"
+    metrics_port: Port = 0
+    name: Name = "router"
+
+
+class Prefill(Struct, frozen=True, forbid_unknown_fields=True):
+    """One prefill group: a leader and pp × tp workers."""
+
+    name: Name
+    # Where the leader listens, for the router and for its workers.
+    address: Address
+    pp: Positive = 1
+    tp: Positive = 1
+    # First layer of each stage after the first; absent: as even as it goes, larger shares late.
+    layer_splits: tuple[Positive, ...] | None = None
+    chunk_tokens: Positive = 512
+    page_size: Positive = 64
+    # Tokens whose KV fits the group's pool.
+    pool_tokens: Positive = 32768
+    # Requests that hold pages at the same time.
+    max_running_requests: Positive = 16
+    # Requests that wait for pages; one more is refused.
+    max_queued_requests: Positive = 256
+    # Hosts of the ranks in order, each taking an equal share; absent: all on the leader's host.
+    hosts: tuple[str, ...] | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
+    threads_per_rank: Positive = 1
+    # Cores to pin the ranks to, in rank order; empty: not pinned.
+    cores: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    # Memory of one rank for packed KV on its way out.
+    send_buffer_mb: Positive = 32
+    metrics_port: Port = 0
+    transport: Transport = "auto"
+
+
+class Decode(Struct, frozen=True, forbid_unknown_fields=True):
+    """One decode node on stock `transformers`."""
+
+    name: Name
+    address: Address
+    # Tokens, prompt and answer, that admitted requests may hold together.
+    capacity_tokens: Positive = 32768
+    max_requests: Positive = 16
+    threads: Positive = 1
+    cores: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    # Landing area for packed KV: slots of slot_kb each.
+    slot_kb: Positive = 4096
+    num_slots: Positive = 32
+    # Slots that one writer of one transfer may own.
+    slots_per_writer: Positive = 2
+    metrics_port: Port = 0
+    transport: Transport = "auto"
+
+
+class Deadlines(Struct, frozen=True, forbid_unknown_fields=True):
+    """Every wait ends; these say when, in seconds."""
+
+    # An answer from a peer that only has to think (describe, grant, open a delivery).
+    reply: Seconds = 5.0
+    # How often the router asks each group how it is.
+    heartbeat: Seconds = 0.5
+    # Workers build their stage and load weights.
+    worker_start: Seconds = 600.0
+    # One step through the whole pipeline.
+    step: Seconds = 600.0
+    # One write by the transfer engine (MC_TRANSFER_TIMEOUT; Mooncake's floor is 5).
+    write: Annotated[float, Meta(ge=5)] = 30.0
+    # The receiver acknowledges a receipt, or grants a slot.
+    acknowledge: Seconds = 60.0
+    # Both legs of a cancelled or finished request end.
+    stop: Seconds = 10.0
+
+
+class Cluster(Struct, frozen=True, forbid_unknown_fields=True):
+    model: Model
+    router: Router = Router()
+    prefill: tuple[Prefill, ...] = ()
+    decode: tuple[Decode, ...] = ()
+    deadlines: Deadlines = Deadlines()
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def prefill_named(self, name: str) -> Prefill:
+        return _named(self.prefill, name, "prefill")
+
+    def decode_named(self, name: str) -> Decode:
+        return _named(self.decode, name, "decode")
+
+
+def _named(sections: tuple[_Section, ...], name: str, role: str) -> _Section:
+    for section in sections:
+        if section.name == name:
+            return section
+    known = ", ".join(section.name for section in sections) or "none"
+    raise InvalidConfig(f"the cluster file has no {role} group named {name!r}; it has: {known}.")
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Reads and checks a cluster file.
+
+    Raises:
+        InvalidConfig: the file is missing, not TOML, or a key or value is not allowed.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidConfig(f"cannot read the cluster file {path}: {error.strerror}.") from error
+    try:
+        return parse_cluster(text)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{path}: {error}") from error
+
+
+def parse_cluster(text: str) -> Cluster:
+    """`load_cluster` for a text."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidConfig(f"not valid TOML: {error}.") from error
+    try:
+        cluster = msgspec.convert(raw, Cluster)
+    except msgspec.ValidationError as error:
+        raise InvalidConfig(_explain(str(error))) from error
+    _check_names_and_addresses(cluster)
+    for group in cluster.prefill:
+        _check_prefill(group)
+    return cluster
+
+
+def _check_names_and_addresses(cluster: Cluster) -> None:
+    seen: dict[str, str] = {}
+    names: set[str] = set()
+    for role, section in [
+        ("router", cluster.router),
+        *(("prefill", group) for group in cluster.prefill),
+        *(("decode", group) for group in cluster.decode),
+    ]:
+        if section.name in names:
+            raise InvalidConfig(f"two sections are named {section.name!r}; give each its own name.")
+        names.add(section.name)
+        port = int(section.address.rpartition(":")[2])
+        if port > 65535:
+            raise InvalidConfig(f"{role} {section.name}: address {section.address!r}: a port is at most 65535.")
+        if port and section.address in seen:
+            raise InvalidConfig(
+                f"{role} {section.name}: address {section.address!r} is also used by {seen[section.address]}."
+            )
+        seen[section.address] = f"{role} {section.name}"
+
+
+def _check_prefill(group: Prefill) -> None:
+    where = f"prefill {group.name}"
+    world = group.pp * group.tp
+    if group.chunk_tokens % group.page_size:
+        raise InvalidConfig(
+            f"{where}: chunk_tokens = {group.chunk_tokens} must be a multiple of page_size = {group.page_size}."
+        )
+    if group.layer_splits is not None:
+        splits = group.layer_splits
+        if len(splits) != group.pp - 1 or list(splits) != sorted(set(splits)):
+            raise InvalidConfig(
+                f"{where}: layer_splits must be {group.pp - 1} increasing layer numbers (pp - 1), got {list(splits)}."
+            )
+    if group.hosts is not None and (not group.hosts or world % len(group.hosts)):
+        raise InvalidConfig(
+            f"{where}: hosts has {len(group.hosts)} entries, which do not share {world} ranks (pp × tp) equally."
+        )
+
+
+def _explain(message: str) -> str:
+    """msgspec's message with the key in TOML's notation and what the key allows."""
+    match = re.fullmatch(r"(.*?)(?: - at `(\$[^`]*)`)?", message, re.DOTALL)
+    what, where = (match.group(1), match.group(2) or "$") if match else (message, "$")
+    key = where.removeprefix("$").removeprefix(".") or "the top level"
+    kind = _type_at(where)
+    allowed = _allowed(kind)
+    return f"{key}: {what[:1].lower()}{what[1:]}.{f' Allowed: {allowed}.' if allowed else ''}"
+
+
+def _strip(kind: Any) -> Any:
+    """Without Annotated and None."""
+    if typing.get_origin(kind) is Annotated:
+        return _strip(typing.get_args(kind)[0])
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return _strip(next(arg for arg in typing.get_args(kind) if arg is not type(None)))
+    return kind
+
+
+def _type_at(where: str) -> Any:
+    kind: Any = Cluster
+    for field in re.findall(r"\.(\w+)|\[", where.removeprefix("$")):
+        kind = _strip(kind)
+        if not field:
+            kind = typing.get_args(kind)[0]
+        elif isinstance(kind, type) and issubclass(kind, Struct):
+            kind = typing.get_type_hints(kind, include_extras=True)[field]
+    return kind
+
+
+def _allowed(kind: Any) -> str:
+    if typing.get_origin(kind) is Annotated:
+        meta = typing.get_args(kind)[1]
+        if meta.pattern == Address.__metadata__[0].pattern:
+            return '"host:port", for example "127.0.0.1:7000"'
+        if meta.pattern == Name.__metadata__[0].pattern:
+            return "lower-case letters, digits and inner hyphens, 63 at most"
+    kind = _strip(kind)
+    if typing.get_origin(kind) is Literal:
+        return ", ".join(f'"{value}"' for value in typing.get_args(kind))
+    if isinstance(kind, type) and issubclass(kind, Struct):
+        return ", ".join(kind.__struct_fields__)
+    return ""

@@ -1,0 +1,106 @@
+"""The answer to one request as its client sees it: the order of events, the text, and the TTFT.
+
+Prefill and decode report on two paths, and a decode group may be heard before the first token is. The
+answer puts that right: nothing of decode is sent before the first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Protocol
+
+from headwater.lifecycle import Event, Logger
+from headwater.v1 import common_pb2, prefill_pb2, router_pb2
+from router import metrics
+from router.request import Job
+from router.text_stream import TextStream
+from router.ttft import Timeline
+
+
+class ClientStream(Protocol):
+    """Where responses go."""
+
+    async def send(self, response: router_pb2.GenerateResponse) -> None:
+        """Returns when the transport has taken the response."""
+
+
+class Answer:
+    """Sends one answer. The flow calls each method from the leg that learned of it."""
+
+    def __init__(self, client: ClientStream, job: Job, text: TextStream, timeline: Timeline, log: Logger) -> None:
+        self._client = client
+        self._job = job
+        self._text = text
+        self._timeline = timeline
+        self._log = log
+        self._num_tokens = 0
+        self._leader = prefill_pb2.FirstToken()
+        self._first_token_sent = asyncio.Event()
+        self.finished = False
+
+    @property
+    def has_first_token(self) -> bool:
+        """Whether the client was sent a token."""
+        return self._first_token_sent.is_set()
+
+    async def accept(self, accepted: router_pb2.Accepted) -> None:
+        """The request is paired."""
+        await self._client.send(router_pb2.GenerateResponse(accepted=accepted))
+
+    async def progress(self, tokens_done: int) -> None:
+        """Another chunk has left the last stage."""
+        progress = router_pb2.Progress(tokens_done=tokens_done, tokens_total=len(self._job.token_ids))
+        await self._client.send(router_pb2.GenerateResponse(progress=progress))
+
+    async def first_token(self, sampled: prefill_pb2.FirstToken) -> None:
+        """Prefill has sampled the first token: it goes out at once."""
+        self._timeline.first_token = time.monotonic()
+        self._leader = sampled
+        await self._send_token(sampled.token_id)
+        self._timeline.first_token_sent = time.monotonic()
+        self._first_token_sent.set()
+        self._log.event(Event.FIRST_TOKEN_SENT, token=sampled.token_id)
+        metrics.observe_ttft(self._timeline.parts(sampled))
+
+    def committed(self) -> None:
+        """The decode group has all KV."""
+        self._timeline.committed = time.monotonic()
+
+    async def token(self, token_id: int) -> None:
+        """Decode has produced a token. One after the stop string is not part of the answer."""
+        await self._first_token_sent.wait()
+        if not self._text.stopped:
+            await self._send_token(token_id)
+
+    async def finish(self, reason: common_pb2.FinishReason) -> None:
+        """The answer is complete."""
+        await self._first_token_sent.wait()
+        text = self._text.finish()
+        if self._text.stopped:
+            reason = common_pb2.FINISH_REASON_STOP
+        finished = router_pb2.Finished(
+            reason=reason,
+            num_prompt_tokens=len(self._job.token_ids),
+            num_generated_tokens=self._num_tokens,
+            text=text,
+            ttft=self._timeline.parts(self._leader),
+            commit_after_first_token_seconds=self._timeline.commit_after_first_token,
+        )
+        self.finished = True
+        outcome = common_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+        metrics.REQUESTS.labels(outcome).inc()
+        self._log.event(Event.FINISHED, reason=outcome, num_generated_tokens=self._num_tokens)
+        await self._client.send(router_pb2.GenerateResponse(finished=finished))
+
+    def reason_after_one_token(self, token_id: int) -> common_pb2.FinishReason:
+        """Why an answer of one token ends."""
+        if token_id in self._job.stop.eos_token_ids:
+            return common_pb2.FINISH_REASON_EOS
+        return common_pb2.FINISH_REASON_LENGTH
+
+    async def _send_token(self, token_id: int) -> None:
+        token = router_pb2.Token(id=token_id, index=self._num_tokens, text=self._text.push(token_id))
+        self._num_tokens += 1
+        metrics.GENERATED_TOKENS.inc()
+        await self._client.send(router_pb2.GenerateResponse(token=token))

@@ -1,0 +1,81 @@
+"""The router's gRPC calls to prefill and decode groups. Decides nothing; turns every failure into a typed one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from headwater.cluster import Cluster
+from headwater.errors import DeadlinePassed, HeadwaterError, from_rpc_error
+from headwater.rpc import open_channel
+from headwater.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+
+
+class Peers:
+    """One channel to each group of the cluster file, opened on first use."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._reply_seconds = cluster.deadlines.reply
+        self._where = {group.name: f"{group.name} at {group.address}" for group in (*cluster.prefill, *cluster.decode)}
+        prefill = {group.name: open_channel(group.address) for group in cluster.prefill}
+        decode = {group.name: open_channel(group.address) for group in cluster.decode}
+        self._channels = [*prefill.values(), *decode.values()]
+        self._prefill = {name: prefill_pb2_grpc.PrefillServiceStub(channel) for name, channel in prefill.items()}
+        self._decode = {name: decode_pb2_grpc.DecodeServiceStub(channel) for name, channel in decode.items()}
+
+    async def close(self) -> None:
+        """Ends all calls."""
+        for channel in self._channels:
+            await channel.close()
+
+    async def describe_prefill(self, name: str) -> prefill_pb2.DescribePrefillResponse:
+        """Raises PeerError when the group does not answer within `deadlines.reply`."""
+        try:
+            return await self._prefill[name].DescribePrefill(
+                prefill_pb2.DescribePrefillRequest(), timeout=self._reply_seconds
+            )
+        except grpc.RpcError as error:
+            raise self._unanswered(error, name) from error
+
+    async def describe_decode(self, name: str) -> decode_pb2.DescribeDecodeResponse:
+        """Raises PeerError when the group does not answer within `deadlines.reply`."""
+        try:
+            return await self._decode[name].DescribeDecode(
+                decode_pb2.DescribeDecodeRequest(), timeout=self._reply_seconds
+            )
+        except grpc.RpcError as error:
+            raise self._unanswered(error, name) from error
+
+    def prefill(
+        self, name: str, request: prefill_pb2.PrefillRequest
+    ) -> contextlib.AbstractAsyncContextManager[AsyncIterator[prefill_pb2.PrefillResponse]]:
+        """The prefill leg's responses. Leaving the context ends the call at once.
+
+        Iterating raises the peer's HeadwaterError.
+        """
+        return contextlib.aclosing(_responses(self._prefill[name].Prefill(request), self._where[name]))
+
+    def decode(
+        self, name: str, request: decode_pb2.DecodeRequest
+    ) -> contextlib.AbstractAsyncContextManager[AsyncIterator[decode_pb2.DecodeResponse]]:
+        """The decode leg's responses; as `prefill`."""
+        return contextlib.aclosing(_responses(self._decode[name].Decode(request), self._where[name]))
+
+    def _unanswered(self, error: grpc.RpcError, name: str) -> HeadwaterError:
+        if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlinePassed(f"{self._where[name]}: no answer within deadlines.reply = {self._reply_seconds:g} s.")
+        return from_rpc_error(error, self._where[name])
+
+
+async def _responses(call: Any, peer: str) -> AsyncGenerator[Any]:
+    try:
+        async for response in call:
+            yield response
+    except grpc.RpcError as error:
+        raise from_rpc_error(error, peer) from error
+    finally:
+        call.cancel()

@@ -1,0 +1,137 @@
+"""Keeps what each group last said of itself, by asking every group once a heartbeat.
+
+State is soft: it is rebuilt from the answers, so a restarted router needs nothing from its predecessor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+from headwater.cluster import Cluster
+from headwater.errors import HeadwaterError
+from headwater.lifecycle import get_logger
+from headwater.v1 import decode_pb2, prefill_pb2
+from router.compatibility import mismatches
+from router.snapshot import Group, Snapshot, State
+
+log = get_logger(__name__)
+
+_Description = TypeVar("_Description", prefill_pb2.DescribePrefillResponse, decode_pb2.DescribeDecodeResponse)
+
+
+class Describers(Protocol):
+    """What the registry needs of `router.peers.Peers`."""
+
+    async def describe_prefill(self, name: str) -> prefill_pb2.DescribePrefillResponse: ...
+
+    async def describe_decode(self, name: str) -> decode_pb2.DescribeDecodeResponse: ...
+
+
+class _Member(Generic[_Description]):
+    """One group's changing entry."""
+
+    def __init__(self, name: str, address: str, describe: Callable[[str], Awaitable[_Description]]) -> None:
+        self.name = name
+        self.address = address
+        self.state = State.UNREACHABLE
+        self.detail = "not asked yet"
+        self.description: _Description | None = None
+        self.in_flight = 0
+        self.wanted = asyncio.Event()
+        self._describe = describe
+
+    async def ask(self) -> bool:
+        """Asks the group; returns whether its state, reason or epoch changed."""
+        before = (self.state, self.detail, self.description.epoch if self.description else "")
+        try:
+            answer = await self._describe(self.name)
+        except HeadwaterError as error:
+            self.state, self.detail = State.UNREACHABLE, str(error)
+        else:
+            self.state = State.SERVING if answer.serving else State.NOT_SERVING
+            self.detail = "" if answer.serving else answer.detail or "it gives no reason"
+            self.description = answer
+        return before != (self.state, self.detail, self.description.epoch if self.description else "")
+
+    def frozen(self) -> Group[_Description]:
+        return Group(self.name, self.address, self.state, self.detail, self.description, self.in_flight)
+
+
+class Registry:
+    """The groups of a cluster file.
+
+    Args:
+        on_change: told after a group's state, reason or epoch changed.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        describers: Describers,
+        tokenizer_fingerprint: str,
+        on_change: Callable[[Snapshot], Awaitable[None]],
+    ) -> None:
+        self._heartbeat_seconds = cluster.deadlines.heartbeat
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._on_change = on_change
+        self._prefill = [_Member(g.name, g.address, describers.describe_prefill) for g in cluster.prefill]
+        self._decode = [_Member(g.name, g.address, describers.describe_decode) for g in cluster.decode]
+        self._members = {member.name: member for member in (*self._prefill, *self._decode)}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._reported: set[str] = set()
+
+    async def start(self) -> None:
+        """Returns when every group has been asked once."""
+        await asyncio.gather(*(self._ask(member) for member in self._members.values()))
+        self._tasks = [asyncio.create_task(self._watch(member)) for member in self._members.values()]
+
+    async def stop(self) -> None:
+        """Asks no more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def snapshot(self) -> Snapshot:
+        """What is known now."""
+        return Snapshot(
+            tuple(member.frozen() for member in self._prefill),
+            tuple(member.frozen() for member in self._decode),
+            self._tokenizer_fingerprint,
+        )
+
+    def refresh(self, name: str) -> None:
+        """Has the group asked at once, because something about it went wrong. Does not wait for the answer."""
+        self._members[name].wanted.set()
+
+    @contextlib.contextmanager
+    def dispatched(self, name: str) -> Iterator[None]:
+        """Counts a request as the group's load while the context lasts, from before the group reports it."""
+        member = self._members[name]
+        member.in_flight += 1
+        try:
+            yield
+        finally:
+            member.in_flight -= 1
+
+    async def _watch(self, member: _Member[_Description]) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._heartbeat_seconds):
+                    await member.wanted.wait()
+            member.wanted.clear()
+            await self._ask(member)
+
+    async def _ask(self, member: _Member[_Description]) -> None:
+        if not await member.ask():
+            return
+        epoch = member.description.epoch if member.description else ""
+        log.info("group changed", group=member.name, state=member.state, detail=member.detail, epoch=epoch)
+        snapshot = self.snapshot()
+        for reason in mismatches(snapshot).values():
+            if reason not in self._reported:
+                self._reported.add(reason)
+                log.warning("groups cannot be paired", reason=reason)
+        await self._on_change(snapshot)

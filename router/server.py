@@ -1,0 +1,97 @@
+"""The router process: its parts, in the order in which they start and stop.
+
+Health: "" and RouterService are SERVING while the router takes requests, whatever its groups do: a request
+that finds no group gets a typed error with the reason, and a router that withdrew could not give it. Each
+group's name is a health service of its own, SERVING while the router reaches the group and has a partner
+for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from headwater.cluster import Cluster
+from headwater.lifecycle import configure_logging, get_logger
+from headwater.rpc import Server
+from headwater.v1 import router_pb2, router_pb2_grpc
+from kv_transfer.metrics_server import MetricsServer
+from kv_transfer.model_folder import read_model_folder
+from router.compatibility import unpaired
+from router.flow import Flow
+from router.peers import Peers
+from router.registry import Registry
+from router.request import ServedModel
+from router.service import RouterServicer
+from router.snapshot import Snapshot
+from router.text import load_text
+
+log = get_logger(__name__)
+
+SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
+
+
+def load_model(cluster: Cluster) -> ServedModel:
+    """Reads what the router needs of the model folder.
+
+    Raises:
+        ModelFolderError: the folder cannot be used.
+    """
+    folder = read_model_folder(Path(cluster.model.path))
+    return ServedModel(
+        text=load_text(Path(cluster.model.path)),
+        vocab_size=folder.vocab_size,
+        max_context_tokens=cluster.model.max_context_tokens or folder.max_context_tokens,
+        eos_token_ids=tuple(folder.eos_token_ids),
+        tokenizer_fingerprint=folder.tokenizer_fingerprint,
+    )
+
+
+@contextlib.asynccontextmanager
+async def running_router(cluster: Cluster, model: ServedModel) -> AsyncIterator[str]:
+    """A router that serves while the context lasts; gives its address.
+
+    Leaving drains: no new request, and running ones get `deadlines.stop`.
+
+    Raises:
+        InvalidConfig: an address cannot be listened on.
+    """
+    server = Server(cluster.router.address, [SERVICE])
+
+    async def on_change(snapshot: Snapshot) -> None:
+        reasons = unpaired(snapshot)
+        for group in (*snapshot.prefill, *snapshot.decode):
+            await server.set_health(group.name, serving=group.serving and group.name not in reasons)
+
+    peers = Peers(cluster)
+    registry = Registry(cluster, peers, model.tokenizer_fingerprint, on_change)
+    async with contextlib.AsyncExitStack() as stack:
+        metrics_server = MetricsServer(cluster.router.address.rpartition(":")[0], cluster.router.metrics_port)
+        stack.callback(metrics_server.stop)
+        stack.push_async_callback(peers.close)
+        stack.push_async_callback(registry.stop)
+        await registry.start()
+        servicer = RouterServicer(Flow(model, registry, peers, cluster.deadlines), registry, metrics_server.address)
+        router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server.grpc_server)
+        stack.push_async_callback(servicer.close, cluster.deadlines.stop)
+        stack.push_async_callback(server.stop, cluster.deadlines.stop)
+        await server.start()
+        await server.set_serving(serving=True)
+        log.info("serving", address=server.address, metrics=metrics_server.address)
+        yield server.address
+        log.info("draining", deadline="deadlines.stop", seconds=cluster.deadlines.stop)
+    log.info("stopped")
+
+
+async def serve(cluster: Cluster) -> None:
+    """Serves until SIGTERM or SIGINT, then drains."""
+    configure_logging(cluster.router.name, cluster.log_level)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with running_router(cluster, load_model(cluster)):
+        await stop.wait()

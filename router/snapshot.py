@@ -1,0 +1,55 @@
+"""What the router knows of its groups at one moment: plain data for the pairing policies to read."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Generic, TypeAlias, TypeVar
+
+from headwater.v1 import decode_pb2, prefill_pb2
+
+_Description = TypeVar("_Description", bound=prefill_pb2.DescribePrefillResponse | decode_pb2.DescribeDecodeResponse)
+
+
+class State(enum.StrEnum):
+    """Whether a group can be given work."""
+
+    SERVING = "serving"
+    NOT_SERVING = "not_serving"
+    UNREACHABLE = "unreachable"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group(Generic[_Description]):
+    """One group as last heard of."""
+
+    name: str
+    address: str
+    state: State
+    # Why it does not serve; empty when it does.
+    detail: str
+    # The last answer, kept while the group is unreachable; None until it has answered once. Never modified.
+    description: _Description | None
+    # Requests that this router sent to the group and whose leg has not ended.
+    in_flight: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.address}"
+
+    @property
+    def serving(self) -> bool:
+        return self.state is State.SERVING
+
+
+PrefillGroup: TypeAlias = Group[prefill_pb2.DescribePrefillResponse]
+DecodeGroup: TypeAlias = Group[decode_pb2.DescribeDecodeResponse]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All groups of the cluster file, in its order."""
+
+    prefill: tuple[PrefillGroup, ...]
+    decode: tuple[DecodeGroup, ...]
+    # Of the tokenizer that the router uses.
+    tokenizer_fingerprint: str

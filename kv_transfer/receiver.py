@@ -94,6 +94,8 @@ class Incoming:
         self._first_token: int | None = None
         self._first_receipt: float | None = None
         self._num_bytes = 0
+        # Boxes that have a place in the coverage and are still being verified and unpacked.
+        self._unpacking = 0
 
     async def committed(self) -> Delivery:
         """Waits for the commit.
@@ -139,8 +141,18 @@ class Incoming:
             if self.session.terminal:
                 self._receiver.forget(self)
 
-    def received(self, box: Box, num_bytes: int) -> None:
-        """`box` is verified and unpacked."""
+    def arriving(self, box: Box) -> None:
+        """`box` is about to be verified and unpacked.
+
+        Raises:
+            ValueError: it does not belong to the transfer, or overlaps what is already there; nothing changes.
+        """
+        self.coverage.add(box)
+        self._unpacking += 1
+
+    def received(self, num_bytes: int) -> None:
+        """A box that was arriving is verified and unpacked."""
+        self._unpacking -= 1
         if self.session.terminal:
             return
         self.session.on(ReceiverEvent.RECEIPT)
@@ -154,7 +166,9 @@ class Incoming:
             self._commit_when_covered()
 
     def _commit_when_covered(self) -> None:
-        if self._first_token is None or not self.coverage.complete or self._first_receipt is None:
+        if self._first_token is None or self._first_receipt is None:
+            return
+        if self._unpacking or not self.coverage.complete:
             return
         self.session.on(ReceiverEvent.COMMIT)
         seconds = time.monotonic() - self._first_receipt
@@ -337,7 +351,7 @@ class Receiver:
                 f"{where}: {receipt.num_bytes} bytes do not make {box} ({packed_bytes(box, incoming.cell)} bytes)."
             )
         try:
-            incoming.coverage.add(box)
+            incoming.arriving(box)
         except ValueError as error:
             raise TransferFailed(f"{where}: {error}.") from error
         address = self._arena.address(receipt.slot)
@@ -361,7 +375,7 @@ class Receiver:
             tokens=[box.tokens.start, box.tokens.end],
             num_bytes=receipt.num_bytes,
         )
-        incoming.received(box, receipt.num_bytes)
+        incoming.received(receipt.num_bytes)
         ack = transfer_pb2.ReceiptAck(sequence=receipt.sequence, slot=receipt.slot)
         return transfer_pb2.DeliverResponse(ack=ack)
 

@@ -15,12 +15,12 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
-from headwater.errors import DeadlinePassed, HeadwaterError, PeerUnavailable, TransferFailed, from_rpc_error
+from headwater.errors import DeadlinePassed, HeadwaterError, TransferFailed, from_rpc_error, from_status
 from headwater.lifecycle import Event, get_logger
 from headwater.rpc import open_channel
 from headwater.v1 import common_pb2, transfer_pb2, transfer_pb2_grpc
@@ -36,13 +36,18 @@ log = get_logger(__name__)
 # One packed box at most: large enough that TCP runs at full speed (it does from about 1 MiB).
 SEGMENT_BYTES = 4 * 1024 * 1024
 
+T = TypeVar("T")
+
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What a transfer of one rank came to. `error` is None when everything was delivered."""
+    """What a transfer of one rank came to."""
 
     num_bytes: int
     num_receipts: int
+    # None when everything was delivered.
     error: HeadwaterError | None
+    # False when a write failed, and may therefore still land.
+    quiesced: bool
 
 
 class Outgoing:
@@ -65,6 +70,7 @@ class Outgoing:
         self._spans: asyncio.Queue[Span | None] = asyncio.Queue()
         self._slots: asyncio.Queue[int] = asyncio.Queue()
         self._addresses: dict[int, int] = {}
+        self._granted = asyncio.Event()
         self._first_token: int | None = None
         self._write_failed = False
         self._closing = asyncio.Event()
@@ -95,7 +101,7 @@ class Outgoing:
         """Waits until `finish` or `abort` was called and nothing of the transfer is under way any more."""
         error = await asyncio.shield(self._task)
         await self._closing.wait()
-        return Sent(self._num_bytes, self._num_receipts, error)
+        return Sent(self._num_bytes, self._num_receipts, error, not self._write_failed)
 
     async def _run(self) -> HeadwaterError | None:
         error: HeadwaterError | None
@@ -138,10 +144,14 @@ class Outgoing:
                 first_token=self._first_token if error is None else None,
                 error=str(error or ""),
             )
-            if not reader.done() or not reader.exception():
+            try:
                 await self._say(call, transfer_pb2.DeliverRequest(close=close))
                 await call.done_writing()
                 await self._within(reader, self._sender.reply_seconds, "deadlines.reply", "confirm the end")
+            except grpc.RpcError as broken:
+                error = error or from_rpc_error(broken, self._peer)
+            except HeadwaterError as late:
+                error = error or late
         finally:
             reader.cancel()
         return error
@@ -176,9 +186,12 @@ class Outgoing:
 
     async def _say(self, call: Any, message: transfer_pb2.DeliverRequest) -> None:
         try:
-            await call.write(message)
+            # gRPC cancels a call whose write is cancelled.
+            await _to_its_end(asyncio.ensure_future(call.write(message)))
         except asyncio.InvalidStateError:
-            raise PeerUnavailable(f"{self._peer} ended the call: {await call.details() or 'no reason given'}") from None
+            # The call is over already.
+            status = await call.code(), await call.details(), await call.trailing_metadata()
+            raise from_status(*status, self._peer) from None
 
     async def _read(self, call: Any) -> str:
         """What the receiver says, until it ends the call. Returns how it ended."""
@@ -188,6 +201,7 @@ class Outgoing:
                 for slot in response.slots.slots:
                     self._addresses[slot.slot] = slot.address
                     self._slots.put_nowait(slot.slot)
+                self._granted.set()
             elif response.HasField("ack"):
                 self._slots.put_nowait(response.ack.slot)
             elif response.HasField("abort"):
@@ -208,6 +222,9 @@ class Outgoing:
         """Sends every span, then waits until all slots are back, which means: all receipts acknowledged."""
         layout = self._sender.layout
         largest = min(self._grant.slot_bytes, SEGMENT_BYTES)
+        await self._within(
+            self._granted.wait(), self._sender.acknowledge_seconds, "deadlines.acknowledge", "give landing slots"
+        )
         while (tokens := await self._spans.get()) is not None:
             for box in split(Box(layout.layers, layout.heads, tokens), layout.cell, largest):
                 slot = await self._slot()
@@ -322,17 +339,22 @@ class Sender:
 
         writing = asyncio.get_running_loop().run_in_executor(self._threads, pack_and_write)
         try:
-            return await asyncio.shield(writing)
-        except asyncio.CancelledError:
             # Bounded by the engine's own write deadline.
-            await asyncio.wait({writing})
+            return await _to_its_end(writing)
+        except (WriteFailed, asyncio.CancelledError):
             if writing.exception() is not None:
                 mark_failed()
-            raise
-        except WriteFailed:
-            mark_failed()
             raise
         finally:
             # Even after a failed write: what may still be read from the segment would land in a slot that the
             # receiver has put into quarantine.
             self._arena.release(owner)
+
+
+async def _to_its_end(work: asyncio.Future[T]) -> T:
+    """Awaits `work`; when cancelled meanwhile, lets it end first."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        raise

@@ -22,6 +22,7 @@ so that `from_rpc_error` gives back the same class on the other side.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import grpc
@@ -147,10 +148,14 @@ def from_rpc_error(error: grpc.RpcError, peer: str) -> HeadwaterError:
     call = error if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None
     if call is None:
         return PeerUnavailable(f"{peer}: the call failed: {error}")
-    trailing = call.trailing_metadata() or ()
-    details = call.details() or ""
-    for key, value in trailing:
+    return from_status(call.code(), call.details() or "", call.trailing_metadata(), peer)
+
+
+def from_status(
+    code: grpc.StatusCode, details: str, trailing: Iterable[tuple[str, str | bytes]] | None, peer: str
+) -> HeadwaterError:
+    """`from_rpc_error` for a call whose status was read from the call itself."""
+    for key, value in trailing or ():
         if key == ERROR_CLASS_KEY and isinstance(value, str) and value in _CLASSES:
             return _CLASSES[value](details)
-    kind = _BY_CODE.get(call.code(), PeerUnavailable)
-    return kind(f"{peer}: {details or call.code().name}")
+    return _BY_CODE.get(code, PeerUnavailable)(f"{peer}: {details or code.name}")

@@ -201,8 +201,8 @@ def test_a_failed_write_fails_the_transfer_and_quarantines_the_writers_slots() -
                 await incoming.committed()
             ended = [await transfer.ended() for transfer in outgoing]
             assert all(sent.error is not None for sent in ended)
-            failed_writers = sum(isinstance(sent.error, WriteFailed) for sent in ended)
-            assert failed_writers >= 1
+            assert any(isinstance(sent.error, WriteFailed) for sent in ended)
+            failed_writers = sum(not sent.quiesced for sent in ended)
             await incoming.abort("over", 5)
             assert made.arena.quarantined == 2 * failed_writers
             # The bytes land after all, and hit nothing that is in use.

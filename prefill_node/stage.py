@@ -165,8 +165,9 @@ class Stage:
         plan = dict(self.model.tp_plan or {})
         if not plan:
             raise UnsupportedModel(f"{type(self.model).__name__} publishes no tensor-parallel plan; use tp = 1.")
-        present = self.model._expand_parallel_plan(plan)  # noqa: SLF001 - transformers' own expansion of its plan
-        apply_tensor_parallelism(self.model, mesh, present)
+        named = self.model._expand_parallel_plan(plan)  # noqa: SLF001 - transformers' own expansion of its plan
+        absent = {name for name, module in self.model.named_modules() if isinstance(module, _Absent)}
+        apply_tensor_parallelism(self.model, mesh, {name: style for name, style in named.items() if name not in absent})
 
     def _load(self, folder: Path) -> None:
         checkpoint = _Checkpoint(folder)

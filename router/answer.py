@@ -73,7 +73,7 @@ class Answer:
         if not self._text.stopped:
             await self._send_token(token_id)
 
-    async def finish(self, reason: common_pb2.FinishReason) -> None:
+    async def finish(self, reason: common_pb2.FinishReason.ValueType) -> None:
         """The answer is complete."""
         await self._first_token_sent.wait()
         text = self._text.finish()
@@ -93,7 +93,7 @@ class Answer:
         self._log.event(Event.FINISHED, reason=outcome, num_generated_tokens=self._num_tokens)
         await self._client.send(router_pb2.GenerateResponse(finished=finished))
 
-    def reason_after_one_token(self, token_id: int) -> common_pb2.FinishReason:
+    def reason_after_one_token(self, token_id: int) -> common_pb2.FinishReason.ValueType:
         """Why an answer of one token ends."""
         if token_id in self._job.stop.eos_token_ids:
             return common_pb2.FINISH_REASON_EOS

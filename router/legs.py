@@ -176,7 +176,7 @@ class Legs:
         if not self._answer.finished:
             raise PeerUnavailable(f"decode {group} ended its stream before it was done; see its log.")
 
-    async def _finish(self, reason: common_pb2.FinishReason) -> None:
+    async def _finish(self, reason: common_pb2.FinishReason.ValueType) -> None:
         await self._answer.finish(reason)
         self._ending.reschedule(asyncio.get_running_loop().time() + self._deadlines.stop)
 

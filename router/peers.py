@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc
@@ -20,7 +20,8 @@ class Peers:
 
     def __init__(self, cluster: Cluster) -> None:
         self._reply_seconds = cluster.deadlines.reply
-        self._where = {group.name: f"{group.name} at {group.address}" for group in (*cluster.prefill, *cluster.decode)}
+        self._where = {group.name: f"{group.name} at {group.address}" for group in cluster.prefill}
+        self._where |= {node.name: f"{node.name} at {node.address}" for node in cluster.decode}
         prefill = {group.name: open_channel(group.address) for group in cluster.prefill}
         decode = {group.name: open_channel(group.address) for group in cluster.decode}
         self._channels = [*prefill.values(), *decode.values()]
@@ -71,7 +72,7 @@ class Peers:
         return from_rpc_error(error, self._where[name])
 
 
-async def _responses(call: Any, peer: str) -> AsyncGenerator[Any]:
+async def _responses(call: Any, peer: str) -> AsyncGenerator[Any, None]:
     try:
         async for response in call:
             yield response

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from headwater.cluster import Cluster
 from headwater.errors import HeadwaterError
@@ -41,7 +41,7 @@ class _Member(Generic[_Description]):
         self.description: _Description | None = None
         self.in_flight = 0
         self.wanted = asyncio.Event()
-        self._describe = describe
+        self._describe: Callable[[str], Awaitable[_Description]] = describe
 
     async def ask(self) -> bool:
         """Asks the group; returns whether its state, reason or epoch changed."""
@@ -58,6 +58,9 @@ class _Member(Generic[_Description]):
 
     def frozen(self) -> Group[_Description]:
         return Group(self.name, self.address, self.state, self.detail, self.description, self.in_flight)
+
+
+_AnyMember: TypeAlias = _Member[prefill_pb2.DescribePrefillResponse] | _Member[decode_pb2.DescribeDecodeResponse]
 
 
 class Registry:
@@ -79,7 +82,8 @@ class Registry:
         self._on_change = on_change
         self._prefill = [_Member(g.name, g.address, describers.describe_prefill) for g in cluster.prefill]
         self._decode = [_Member(g.name, g.address, describers.describe_decode) for g in cluster.decode]
-        self._members = {member.name: member for member in (*self._prefill, *self._decode)}
+        self._members: dict[str, _AnyMember] = {member.name: member for member in self._prefill}
+        self._members |= {member.name: member for member in self._decode}
         self._tasks: list[asyncio.Task[None]] = []
         self._reported: set[str] = set()
 
@@ -116,7 +120,7 @@ class Registry:
         finally:
             member.in_flight -= 1
 
-    async def _watch(self, member: _Member[_Description]) -> None:
+    async def _watch(self, member: _AnyMember) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._heartbeat_seconds):
@@ -124,7 +128,7 @@ class Registry:
             member.wanted.clear()
             await self._ask(member)
 
-    async def _ask(self, member: _Member[_Description]) -> None:
+    async def _ask(self, member: _AnyMember) -> None:
         if not await member.ask():
             return
         epoch = member.description.epoch if member.description else ""

@@ -2,8 +2,7 @@
 
 Health: "" and RouterService are SERVING while the router takes requests, whatever its groups do: a request
 that finds no group gets a typed error with the reason, and a router that withdrew could not give it. Each
-group's name is a health service of its own, SERVING while the router reaches the group and has a partner
-for it.
+group's name is a health service of its own, SERVING while the router hears from the group that it serves.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from headwater.cluster import Cluster
-from headwater.lifecycle import configure_logging, get_logger
+from headwater.lifecycle import get_logger
 from headwater.rpc import Server
 from headwater.v1 import router_pb2, router_pb2_grpc
 from kv_transfer.metrics_server import MetricsServer
 from kv_transfer.model_folder import read_model_folder
-from router.compatibility import unpaired
 from router.flow import Flow
 from router.peers import Peers
 from router.registry import Registry
@@ -62,9 +60,10 @@ async def running_router(cluster: Cluster, model: ServedModel) -> AsyncIterator[
     server = Server(cluster.router.address, [SERVICE])
 
     async def on_change(snapshot: Snapshot) -> None:
-        reasons = unpaired(snapshot)
-        for group in (*snapshot.prefill, *snapshot.decode):
-            await server.set_health(group.name, serving=group.serving and group.name not in reasons)
+        serving = {group.name: group.serving for group in snapshot.prefill}
+        serving |= {group.name: group.serving for group in snapshot.decode}
+        for name, reached in serving.items():
+            await server.set_health(name, serving=reached)
 
     peers = Peers(cluster)
     registry = Registry(cluster, peers, model.tokenizer_fingerprint, on_change)
@@ -86,12 +85,15 @@ async def running_router(cluster: Cluster, model: ServedModel) -> AsyncIterator[
     log.info("stopped")
 
 
-async def serve(cluster: Cluster) -> None:
-    """Serves until SIGTERM or SIGINT, then drains."""
-    configure_logging(cluster.router.name, cluster.log_level)
+async def serve(cluster: Cluster) -> int:
+    """Serves until SIGTERM or SIGINT, then drains. Returns the exit code.
+
+    Raises:
+        InvalidConfig, ModelFolderError: before anything is started.
+    """
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with running_router(cluster, load_model(cluster)):
         await stop.wait()
+    return 0

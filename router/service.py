@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
-from typing import Any
-
-import grpc.aio
 
 from headwater.v1 import router_pb2, router_pb2_grpc
 from router.flow import Flow
@@ -73,29 +70,27 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._metrics_address = metrics_address
         self._running: set[asyncio.Task[None]] = set()
 
-    async def Generate(  # type: ignore[override]  # the stub's base offers only a union of both kinds
-        self, request: router_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    async def Generate(  # noqa: N802 - gRPC's name
+        self, request: router_pb2.GenerateRequest, context: object
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
         outbox = _Outbox()
         flow = asyncio.create_task(self._flow.run(request, outbox))
         self._running.add(flow)
         flow.add_done_callback(self._running.discard)
         flow.add_done_callback(lambda _: outbox.close())
-
-        def call_ended(_: object) -> None:
+        try:
+            async for response in outbox.responses():
+                yield response
+            if not outbox.complete:
+                await flow
+        finally:
+            # The server closes this generator when the client is gone.
             outbox.close()
             if not outbox.complete:
                 flow.cancel()
 
-        # Not a `finally`: when a call is cancelled between two responses, nothing closes its generators.
-        context.add_done_callback(call_ended)
-        async for response in outbox.responses():
-            yield response
-        if not outbox.complete:
-            await flow
-
-    async def Status(
-        self, request: router_pb2.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    async def Status(  # noqa: N802
+        self, request: router_pb2.StatusRequest, context: object
     ) -> router_pb2.StatusResponse:
         return router_pb2.StatusResponse(
             groups=describe_groups(self._registry.snapshot()), metrics_address=self._metrics_address

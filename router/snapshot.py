@@ -19,7 +19,7 @@ class State(enum.StrEnum):
     UNREACHABLE = "unreachable"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Group(Generic[_Description]):
     """One group as last heard of."""
 

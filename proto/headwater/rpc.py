@@ -7,6 +7,7 @@ only raises `HeadwaterError`s; it never calls `context.abort` itself.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Any
@@ -68,11 +69,18 @@ def _unary(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, An
     return call
 
 
-def _streaming(behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Callable[[Any, Any], Awaitable[None]]:
+def _streaming(
+    behaviour: Callable[[Any, Any], AsyncGenerator[Any, None] | Awaitable[None]],
+) -> Callable[[Any, Any], Awaitable[None]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:
+            responses = behaviour(request, context)
+            if inspect.isawaitable(responses):
+                # grpc's own health servicer writes to the context instead.
+                await responses
+                return
             # Closed here and now when the call is cancelled, not whenever the generator is collected.
-            async with contextlib.aclosing(behaviour(request, context)) as responses:
+            async with contextlib.aclosing(responses):
                 async for response in responses:
                     await context.write(response)
         except HeadwaterError as error:

@@ -1,0 +1,159 @@
+"""`headwater generate`: shows one answer as it comes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from headwater.v1 import common_pb2, router_pb2
+from router.client import Client
+from router.console import open_console
+from router.ttft import PARTS
+
+_MEANING = {
+    "tokenize": "text to token ids",
+    "pair": "a prefill and a decode group agree",
+    "queue": "waiting for pages in the prefill group",
+    "first_chunks": "all chunks but the last",
+    "last_chunk": "the last chunk, and sampling",
+    "hand_over": "between router and leader",
+    "deliver": "to the client's stream",
+}
+
+
+async def run_generate(address: str, request: router_pb2.GenerateRequest, *, as_json: bool, progress: bool) -> int:
+    """Streams the answer to standard output and says on standard error where its time went.
+
+    Args:
+        as_json: print one JSON object at the end instead.
+        progress: show a bar over the prompt's tokens until the first token.
+    """
+    result = _Result()
+    async with Client(address) as client, contextlib.aclosing(client.generate(request)) as responses:
+        with _Bar(shown=progress) as bar:
+            async for response in responses:
+                match response.WhichOneof("event"):
+                    case "accepted":
+                        result.accepted = response.accepted
+                        bar.begin(response.accepted)
+                    case "progress":
+                        bar.advance(response.progress)
+                    case "token":
+                        bar.stop()
+                        result.add(response.token.id, response.token.text)
+                        _show(response.token.text, shown=not as_json)
+                    case "finished":
+                        result.add(None, response.finished.text)
+                        result.finished = response.finished
+                        _show(response.finished.text, shown=not as_json)
+    if as_json:
+        sys.stdout.write(json.dumps(result.as_dict(), ensure_ascii=False) + "\n")
+    else:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        _show_summary(result)
+    return 0
+
+
+class _Result:
+    """What came of a request."""
+
+    def __init__(self) -> None:
+        self.accepted = router_pb2.Accepted()
+        self.finished = router_pb2.Finished()
+        self.token_ids: list[int] = []
+        self.text = ""
+
+    def add(self, token_id: int | None, text: str) -> None:
+        if token_id is not None:
+            self.token_ids.append(token_id)
+        self.text += text
+
+    @property
+    def reason(self) -> str:
+        return common_pb2.FinishReason.Name(self.finished.reason).removeprefix("FINISH_REASON_").lower()
+
+    def as_dict(self) -> dict[str, Any]:
+        ttft = self.finished.ttft
+        return {
+            "request_id": self.accepted.request_id,
+            "transfer_id": self.accepted.transfer_id,
+            "prefill_group": self.accepted.prefill_group,
+            "decode_group": self.accepted.decode_group,
+            "seed": self.accepted.seed,
+            "num_prompt_tokens": self.finished.num_prompt_tokens,
+            "num_chunks": self.accepted.num_chunks,
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.reason,
+            "ttft_seconds": ttft.total,
+            "ttft_parts": {name: getattr(ttft, name) for name in PARTS},
+            "commit_after_first_token_seconds": self.finished.commit_after_first_token_seconds,
+        }
+
+
+class _Bar:
+    """A progress bar on standard error while the prompt is prefilled."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._progress = Progress(
+            TextColumn("prefill"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("tokens, chunk {task.fields[chunk]} of {task.fields[chunks]}"),
+            TimeElapsedColumn(),
+            # Also when standard error is a file: whoever asks for a bar gets one.
+            console=Console(stderr=True, force_terminal=shown or None),
+            disable=not shown,
+        )
+        self._task = self._progress.add_task("prefill", total=None, chunk=0, chunks=0)
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def begin(self, accepted: router_pb2.Accepted) -> None:
+        self._progress.update(self._task, total=accepted.num_prompt_tokens, chunks=accepted.num_chunks)
+
+    def advance(self, done: router_pb2.Progress) -> None:
+        chunk = self._progress.tasks[0].fields["chunk"] + 1
+        self._progress.update(self._task, completed=done.tokens_done, chunk=chunk)
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+def _show(text: str, *, shown: bool) -> None:
+    if shown and text:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _show_summary(result: _Result) -> None:
+    finished, ttft = result.finished, result.finished.ttft
+    table = Table("part of TTFT", "seconds", "share", "what it is", title=f"TTFT {ttft.total:.3f} s")
+    table.columns[1].justify = table.columns[2].justify = "right"
+    for name in PARTS:
+        seconds = getattr(ttft, name)
+        share = seconds / ttft.total if ttft.total else 0.0
+        table.add_row(name, f"{seconds:.4f}", f"{share:.1%}", _MEANING[name])
+    console = open_console(stderr=True)
+    console.print(table)
+    where = result.accepted.prefill_group
+    if result.accepted.decode_group:
+        where += f" and {result.accepted.decode_group}"
+        commit = finished.commit_after_first_token_seconds
+        console.print(f"KV committed {commit * 1000:.1f} ms after the first token")
+    console.print(
+        f"{finished.num_prompt_tokens} prompt tokens, {finished.num_generated_tokens} generated on {where}, "
+        f"ended by {result.reason}"
+    )

@@ -1,0 +1,57 @@
+"""Tables and JSON of `headwater status` and `headwater check`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from google.protobuf import json_format
+from rich.table import Table
+
+from headwater.v1 import router_pb2
+from router.check import Report
+from router.console import open_console
+
+_COLOURS = {"serving": "green", "not_serving": "yellow", "unreachable": "red"}
+_MIB = 1024 * 1024
+
+
+def show_status(status: router_pb2.StatusResponse, *, as_json: bool) -> None:
+    """The router's groups on standard output."""
+    if as_json:
+        fields = json_format.MessageToDict(
+            status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        sys.stdout.write(json.dumps(fields, ensure_ascii=False) + "\n")
+        return
+    table = Table("group", "role", "state", "address", "layout", "tokens", "requests", "transport", "epoch", "detail")
+    for group in status.groups:
+        table.add_row(
+            group.name,
+            group.role,
+            f"[{_COLOURS.get(group.state, 'white')}]{group.state}[/]",
+            group.address,
+            group.layout,
+            f"{group.used_tokens}/{group.capacity_tokens}",
+            str(group.active_requests),
+            group.transport,
+            group.epoch,
+            group.detail,
+        )
+    console = open_console()
+    console.print(table)
+    console.print(f"router metrics: http://{status.metrics_address}/metrics")
+
+
+def show_check(report: Report) -> None:
+    """What a cluster file means, on standard output, and what is wrong with it, on standard error."""
+    table = Table("name", "role", "address", "here", "layout", "tokens", "KV per rank")
+    for row in report.rows:
+        kv = f"{row.kv_bytes_per_rank / _MIB:.0f} MiB" if row.kv_bytes_per_rank else ""
+        tokens = str(row.capacity_tokens) if row.capacity_tokens else ""
+        table.add_row(row.name, row.role, row.address, "yes" if row.here else "no", row.layout, tokens, kv)
+    open_console().print(table)
+    for note in report.notes:
+        sys.stderr.write(f"note: {note}\n")
+    for problem in report.problems:
+        sys.stderr.write(f"problem: {problem}\n")

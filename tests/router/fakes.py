@@ -1,0 +1,288 @@
+"""Prefill and decode groups without a model: real gRPC servers whose behaviour is a script, and a router over them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
+import tokenizers.trainers
+
+from headwater.cluster import Cluster, parse_cluster
+from headwater.rpc import Server
+from headwater.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, router_pb2
+from router.client import Client
+from router.request import ServedModel
+from router.server import running_router
+from router.text import Text
+
+PrefillScript = Callable[[prefill_pb2.PrefillRequest], AsyncGenerator[prefill_pb2.PrefillResponse, None]]
+DecodeScript = Callable[[decode_pb2.DecodeRequest], AsyncGenerator[decode_pb2.DecodeResponse, None]]
+
+CHUNK_TOKENS = 4
+CONTEXT_TOKENS = 64
+EOS_TEXT = "<|end|>"
+# Ends every wait that should have ended long before.
+PATIENCE_SECONDS = 30
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system prompts') }}"
+    "{% endif %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@functools.cache
+def tiny_tokenizer() -> tokenizers.Tokenizer:
+    """Byte-level BPE with 300 tokens, of which id 0 is the end of sequence."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        show_progress=False,
+        special_tokens=[EOS_TEXT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog, the fox 漢字 😀😀 漢字"] * 4, trainer)
+    return tokenizer
+
+
+def tiny_model() -> ServedModel:
+    tokenizer = tiny_tokenizer()
+    return ServedModel(
+        text=Text(tokenizer, CHAT_TEMPLATE, {}),
+        vocab_size=tokenizer.get_vocab_size(),
+        max_context_tokens=CONTEXT_TOKENS,
+        eos_token_ids=(0,),
+        tokenizer_fingerprint="tokenizer",
+    )
+
+
+def tiny_geometry(**changes: str | int) -> common_pb2.Geometry:
+    geometry = common_pb2.Geometry(
+        model_fingerprint="model",
+        weights_fingerprint="weights",
+        tokenizer_fingerprint="tokenizer",
+        num_layers=2,
+        num_kv_heads=1,
+        key_size=8,
+        value_size=8,
+        dtype="float32",
+        page_size=4,
+        vocab_size=300,
+        max_context_tokens=CONTEXT_TOKENS,
+    )
+    for field, value in changes.items():
+        setattr(geometry, field, value)
+    return geometry
+
+
+async def never() -> None:
+    """Waits until cancelled."""
+    await asyncio.Event().wait()
+
+
+class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
+    """Plays `script` for every request and remembers what it saw."""
+
+    def __init__(self, answer: list[int], *, capacity_tokens: int = 1024) -> None:
+        self.answer = answer
+        self.script: PrefillScript = self.run
+        self.description = prefill_pb2.DescribePrefillResponse(
+            name="p0",
+            epoch="first",
+            serving=True,
+            geometry=tiny_geometry(),
+            pp=2,
+            tp=1,
+            chunk_tokens=CHUNK_TOKENS,
+            capacity_tokens=capacity_tokens,
+            free_tokens=capacity_tokens,
+            transport="memory",
+        )
+        self.requests: list[prefill_pb2.PrefillRequest] = []
+        # The first token and the KV have left.
+        self.delivered = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.described = asyncio.Event()
+
+    async def Prefill(  # noqa: N802 - gRPC's name
+        self, request: prefill_pb2.PrefillRequest, context: object
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        self.requests.append(request)
+        try:
+            async with contextlib.aclosing(self.script(request)) as responses:
+                async for response in responses:
+                    yield response
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled.set()
+            raise
+
+    async def DescribePrefill(  # noqa: N802
+        self, request: prefill_pb2.DescribePrefillRequest, context: object
+    ) -> prefill_pb2.DescribePrefillResponse:
+        self.described.set()
+        return self.description
+
+    async def run(self, request: prefill_pb2.PrefillRequest) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        """The default script: all goes well."""
+        async for response in self.until_first_token(request):
+            yield response
+        self.delivered.set()
+        yield prefill_pb2.PrefillResponse(completed=prefill_pb2.PrefillCompleted(bytes_sent=1, num_receipts=1))
+
+    async def until_first_token(
+        self, request: prefill_pb2.PrefillRequest
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        ends = [*range(CHUNK_TOKENS, len(request.token_ids), CHUNK_TOKENS), len(request.token_ids)]
+        yield prefill_pb2.PrefillResponse(scheduled=prefill_pb2.PrefillScheduled(num_chunks=len(ends)))
+        for end in ends:
+            yield prefill_pb2.PrefillResponse(chunk_done=prefill_pb2.ChunkDone(token_end=end))
+        first_token = prefill_pb2.FirstToken(
+            token_id=self.answer[0], queue_seconds=0.001, first_chunks_seconds=0.002, last_chunk_seconds=0.003
+        )
+        yield prefill_pb2.PrefillResponse(first_token=first_token)
+
+
+class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):
+    """As `FakePrefill`. Its default script commits when `prefill` has delivered."""
+
+    def __init__(
+        self, prefill: FakePrefill, reason: common_pb2.FinishReason.ValueType, *, capacity_tokens: int = 1024
+    ) -> None:
+        self.prefill = prefill
+        self.reason = reason
+        self.script: DecodeScript = self.run
+        self.description = decode_pb2.DescribeDecodeResponse(
+            name="d0",
+            epoch="first",
+            serving=True,
+            geometry=tiny_geometry(page_size=16),
+            engine="fake",
+            capacity_tokens=capacity_tokens,
+            free_tokens=capacity_tokens,
+            transport="memory",
+        )
+        self.requests: list[decode_pb2.DecodeRequest] = []
+        self.cancelled = asyncio.Event()
+
+    async def Decode(  # noqa: N802
+        self, request: decode_pb2.DecodeRequest, context: object
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        self.requests.append(request)
+        try:
+            async with contextlib.aclosing(self.script(request)) as responses:
+                async for response in responses:
+                    yield response
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled.set()
+            raise
+
+    async def DescribeDecode(  # noqa: N802
+        self, request: decode_pb2.DescribeDecodeRequest, context: object
+    ) -> decode_pb2.DescribeDecodeResponse:
+        return self.description
+
+    async def run(self, request: decode_pb2.DecodeRequest) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+        """The default script: all goes well."""
+        yield self.grant(request)
+        await self.prefill.delivered.wait()
+        for response in self.after_commit():
+            yield response
+
+    @staticmethod
+    def grant(request: decode_pb2.DecodeRequest) -> decode_pb2.DecodeResponse:
+        return decode_pb2.DecodeResponse(
+            grant=common_pb2.Grant(transfer_id=request.transfer_id, attempt=request.attempt, epoch="first", token=b"t")
+        )
+
+    def after_commit(self) -> list[decode_pb2.DecodeResponse]:
+        answer = self.prefill.answer
+        tokens = [decode_pb2.DecodedToken(token_id=token, index=i) for i, token in enumerate(answer) if i > 0]
+        finished = decode_pb2.DecodeFinished(reason=self.reason, num_generated_tokens=len(answer))
+        return [
+            decode_pb2.DecodeResponse(committed=decode_pb2.Committed(bytes_received=1)),
+            *(decode_pb2.DecodeResponse(token=token) for token in tokens),
+            decode_pb2.DecodeResponse(finished=finished),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rig:
+    """A router, one fake group of each role, and a client."""
+
+    client: Client
+    prefill: FakePrefill
+    decode: FakeDecode
+    prefill_server: Server
+    decode_server: Server
+
+    async def answer(self, request: router_pb2.GenerateRequest) -> list[router_pb2.GenerateResponse]:
+        async with contextlib.aclosing(self.client.generate(request)) as responses:
+            return [response async for response in responses]
+
+
+def cluster_of(prefill_address: str, decode_address: str, reply_seconds: float) -> Cluster:
+    return parse_cluster(f"""
+        [model]
+        path = "unused"
+        [router]
+        address = "127.0.0.1:0"
+        [[prefill]]
+        name = "p0"
+        address = "{prefill_address}"
+        [[decode]]
+        name = "d0"
+        address = "{decode_address}"
+        [deadlines]
+        heartbeat = 0.05
+        reply = {reply_seconds}
+    """)
+
+
+@contextlib.asynccontextmanager
+async def rig(
+    answer: list[int],
+    *,
+    reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_LENGTH,
+    prepare: Callable[[FakePrefill, FakeDecode], None] = lambda _prefill, _decode: None,
+    reply_seconds: float = PATIENCE_SECONDS,
+) -> AsyncIterator[Rig]:
+    """A running rig whose groups answer with `answer`; checks that the router left no task behind.
+
+    Args:
+        prepare: changes the fakes before the router first asks them.
+    """
+    prefill = FakePrefill(answer)
+    decode = FakeDecode(prefill, reason)
+    prepare(prefill, decode)
+    prefill_server, decode_server = Server("127.0.0.1:0", []), Server("127.0.0.1:0", [])
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, prefill_server.grpc_server)
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, decode_server.grpc_server)
+    await prefill_server.start()
+    await decode_server.start()
+    cluster = cluster_of(prefill_server.address, decode_server.address, reply_seconds)
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS), running_router(cluster, tiny_model()) as address:
+            async with Client(address) as client:
+                yield Rig(client, prefill, decode, prefill_server, decode_server)
+    finally:
+        await prefill_server.stop(0)
+        await decode_server.stop(0)
+    left = [task for task in asyncio.all_tasks() if "/router/" in str(task.get_coro()) and not task.done()]
+    assert left == [asyncio.current_task()] or not left
+
+
+def text_request(text: str = "the quick brown fox jumps", max_tokens: int = 4) -> router_pb2.GenerateRequest:
+    return router_pb2.GenerateRequest(text=text, max_tokens=max_tokens)
+
+
+def kinds(responses: list[router_pb2.GenerateResponse]) -> list[str]:
+    return [str(response.WhichOneof("event")) for response in responses]

@@ -1,0 +1,148 @@
+"""Child processes: started, watched, ended, none left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from headwater.errors import DeadlinePassed, PeerUnavailable
+from router.placement import Placed
+from router.supervisor import Supervisor
+from tests.router.fakes import PATIENCE_SECONDS
+
+# Serves health on a port that its parent chose, or dies, or ignores SIGTERM, by its first argument.
+PROGRAM = """
+import asyncio, os, signal, subprocess, sys
+from headwater.rpc import Server
+
+async def serve(address, serving):
+    server = Server(address, [])
+    await server.start()
+    await server.set_serving(serving=serving)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await stop.wait()
+    await server.stop(0)
+
+how, *rest = sys.argv[1:]
+if how == "serve":
+    asyncio.run(serve(rest[0], True))
+elif how == "load":
+    asyncio.run(serve(rest[0], False))
+elif how == "die":
+    sys.exit("no weights here")
+elif how == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+    print("started", child.pid, flush=True)
+    signal.pause()
+"""
+
+
+def free_address() -> str:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def serving(name: str) -> Placed:
+    address = free_address()
+    return Placed(name, "decode", ("serve", address), address)
+
+
+def supervise(placed: list[Placed], log_dir: Path | None, stop_seconds: float = PATIENCE_SECONDS) -> Supervisor:
+    return Supervisor(placed, stop_seconds=stop_seconds, log_dir=log_dir, program=(sys.executable, "-c", PROGRAM))
+
+
+def test_starts_and_stops_all(tmp_path: Path) -> None:
+    supervisor = supervise([serving("a"), serving("b")], tmp_path)
+    with supervisor:
+        supervisor.wait_ready(PATIENCE_SECONDS)
+        pids = [child.pid for child in supervisor.children.values()]
+        environment = psutil.Process(pids[0]).environ()
+        assert (environment["OMP_NUM_THREADS"], environment["OMP_WAIT_POLICY"]) == ("1", "passive")
+        assert os.getsid(pids[0]) == pids[0]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert supervisor.stop() == []
+
+
+def test_child_that_dies_at_the_start_fails_the_wait_with_its_log(tmp_path: Path) -> None:
+    with (
+        supervise([serving("a"), Placed("b", "decode", ("die",), free_address())], tmp_path) as supervisor,
+        pytest.raises(PeerUnavailable, match=r"b exited with code 1; its last lines:\n  no weights here"),
+    ):
+        supervisor.wait_ready(PATIENCE_SECONDS)
+
+
+def test_log_goes_to_standard_error_with_a_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        supervise([Placed("b", "decode", ("die",), free_address())], None) as supervisor,
+        pytest.raises(PeerUnavailable, match="no weights here"),
+    ):
+        supervisor.wait_ready(PATIENCE_SECONDS)
+    assert "[b] no weights here" in capsys.readouterr().err
+
+
+def test_killed_child_is_noticed(tmp_path: Path) -> None:
+    async def run(supervisor: Supervisor) -> str:
+        await supervisor.ready(PATIENCE_SECONDS)
+        os.kill(supervisor.children["b"].pid, signal.SIGKILL)
+        return (await supervisor.first_exit()).describe_exit()
+
+    with supervise([serving("a"), serving("b")], tmp_path) as supervisor:
+        assert asyncio.run(run(supervisor)).startswith("b was ended by SIGKILL")
+
+
+def test_server_that_does_not_become_ready_is_named(tmp_path: Path) -> None:
+    address = free_address()
+    with (
+        supervise([Placed("slow", "decode", ("load", address), address)], tmp_path) as supervisor,
+        pytest.raises(DeadlinePassed, match="not SERVING after 0.5 s: slow"),
+    ):
+        supervisor.wait_ready(0.5)
+
+
+def test_child_that_ignores_sigterm_is_killed_with_its_own_children(tmp_path: Path) -> None:
+    supervisor = supervise([Placed("deaf", "prefill", ("stubborn",), None)], None, stop_seconds=0)
+    with subprocess.Popen(["true"]):
+        pass
+    supervisor.start()
+    child = supervisor.children["deaf"]
+    while not (grandchildren := psutil.Process(child.pid).children()):
+        os.sched_yield()
+    report = supervisor.stop()
+    assert len(report) == 1
+    assert "deaf did not end" in report[0]
+    psutil.wait_procs(grandchildren, timeout=PATIENCE_SECONDS)
+    assert not any(process.is_running() for process in grandchildren)
+    assert not psutil.pid_exists(child.pid)
+
+
+def test_children_end_with_a_supervisor_that_was_killed(tmp_path: Path) -> None:
+    script = f"""
+import signal, sys
+from pathlib import Path
+from router.placement import Placed
+from router.supervisor import Supervisor
+supervisor = Supervisor(
+    [Placed("a", "decode", ("-c", "import signal; signal.pause()"), None)],
+    stop_seconds=1, log_dir=Path({str(tmp_path)!r}), program=(sys.executable,),
+)
+supervisor.start()
+print(supervisor.children["a"].pid, flush=True)
+signal.pause()
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    assert psutil.wait_procs([child], timeout=PATIENCE_SECONDS)[1] == []

@@ -184,24 +184,25 @@ class Scheduler:
         self._next_sequence += 1
         budget = self.chunk_tokens
         finished: list[Request] = []
-        for _ in range(len(self._turns)):
+        # Whoever got no room keeps its place before those that did.
+        passed_over: list[Request] = []
+        served: list[Request] = []
+        while self._turns:
             request = self._turns.popleft()
             count = min(self.chunk_tokens, request.num_tokens - request.next_token)
-            if count <= budget:
-                budget -= count
-                start, end = request.next_token, request.next_token + count
-                request.next_token = end
-                last = end == request.num_tokens
-                step.chunks.add(
-                    request_id=request.request_id,
-                    start=start,
-                    end=end,
-                    token_ids=request.token_ids[start:end],
-                    last=last,
-                )
-                if last:
-                    request.state = RequestState.CLOSING
-                    finished.append(request)
-                    continue
-            self._turns.append(request)
+            if count > budget:
+                passed_over.append(request)
+                continue
+            budget -= count
+            start, end = request.next_token, request.next_token + count
+            request.next_token = end
+            last = end == request.num_tokens
+            token_ids = request.token_ids[start:end]
+            step.chunks.add(request_id=request.request_id, start=start, end=end, token_ids=token_ids, last=last)
+            if last:
+                request.state = RequestState.CLOSING
+                finished.append(request)
+            else:
+                served.append(request)
+        self._turns.extend([*passed_over, *served])
         return step, finished

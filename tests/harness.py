@@ -97,8 +97,9 @@ def no_leaks(ports: Sequence[int] = ()) -> Iterator[None]:
     left = [child for child in me.children(recursive=True) if child.pid not in processes_before]
     assert not left, f"processes left: {[child.cmdline() for child in left if child.is_running()]}"
     threads = [thread.name for thread in threading.enumerate() if thread not in threads_before and thread.is_alive()]
-    # Pools of asyncio and gRPC that live as long as this process.
-    assert [name for name in threads if not name.startswith(("asyncio_", "Thread-", "unpack"))] == []
+    # Pools of asyncio and gRPC, and tqdm's monitor, live as long as this process.
+    left_threads = [name for name in threads if not name.startswith(("asyncio_", "Thread-"))]
+    assert not left_threads, f"threads left: {left_threads}"
     for port in ports:
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} is still open"

@@ -1,0 +1,47 @@
+"""What every benchmark says of itself: the machine, the date, the versions, and where the numbers go."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+
+def machine() -> dict[str, Any]:
+    """The machine that the numbers belong to."""
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    fields = dict(line.split(":", 1) for line in cpuinfo if ":" in line)
+    fields = {key.strip(): value.strip() for key, value in fields.items()}
+    flags = fields.get("flags", "").split()
+    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": fields.get("model name", platform.machine()),
+        "cpu_family_model": f"{fields.get('cpu family')}/{fields.get('model')}",
+        "cores": len(os.sched_getaffinity(0)),
+        "instructions": [flag for flag in wanted if flag in flags],
+        "memory_gib": round(memory / 2**30, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "transformers": importlib.metadata.version("transformers"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+    }
+
+
+def write_json(path: Path, numbers: dict[str, Any]) -> None:
+    """The numbers, with the machine under "machine"."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**numbers, "machine": machine()}, indent=2) + "\n", encoding="utf-8")
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    return result.stdout.strip() or "unknown"

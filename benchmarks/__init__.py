@@ -1,1 +1,1 @@
-"""Measurements, one command each: `python -m benchmarks.NAME [--json FILE]`. Results with machine and date: results/."""
+"""Measurements, one command each: `python -m benchmarks.NAME [--json FILE]`. Results are in results/."""

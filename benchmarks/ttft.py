@@ -99,14 +99,18 @@ async def measure(cluster: Cluster, token_ids: list[int], runs: int, console: Co
     for run in range(runs):
         for key, (name, transfer) in configurations.items():
             seconds[key].append(await ttft(cluster, name, token_ids, transfer=transfer))
-        console.print(f"run {run + 1}/{runs}: " + ", ".join(f"{key} {times[-1]:.2f} s" for key, times in seconds.items()))
+        console.print(
+            f"run {run + 1}/{runs}: " + ", ".join(f"{key} {times[-1]:.2f} s" for key, times in seconds.items())
+        )
     return seconds
 
 
 def summary(seconds: dict[str, list[float]], num_tokens: int, leader_rss_mb: float) -> dict[str, float]:
     """The published keys."""
     ratios = [one / two for one, two in zip(seconds["pp1"], seconds["pp2"], strict=True)]
-    streaming = [with_ / without for with_, without in zip(seconds["pp2"], seconds["pp2_without_transfer"], strict=True)]
+    streaming = [
+        with_ / without for with_, without in zip(seconds["pp2"], seconds["pp2_without_transfer"], strict=True)
+    ]
     return {
         "pp1_tokens_per_s": round(num_tokens / statistics.median(seconds["pp1"]), 1),
         "pp2_tokens_per_s": round(num_tokens / statistics.median(seconds["pp2"]), 1),
@@ -134,7 +138,9 @@ def main() -> None:
             seconds = asyncio.run(measure(load_cluster(path), token_ids, arguments.runs, console))
             leader_rss_mb = psutil.Process(supervisor.children["pp2"].pid).memory_info().rss / 1e6
     numbers = summary(seconds, arguments.tokens, leader_rss_mb)
-    table = Table(title=f"TTFT, {arguments.tokens} tokens in chunks of {arguments.chunk}, median of {arguments.runs} rounds")
+    table = Table(
+        title=f"TTFT, {arguments.tokens} tokens in chunks of {arguments.chunk}, median of {arguments.runs} rounds"
+    )
     table.add_column("figure")
     table.add_column("measured", justify="right")
     table.add_column("bound", justify="right")

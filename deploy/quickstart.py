@@ -37,7 +37,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=2, metavar="N", help="pipeline stages (2)")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor ranks of each stage (1)")
     parser.add_argument("--chunk", type=int, default=512, metavar="N", help="tokens of a chunk (512)")
-    parser.add_argument("--prompt-file", type=Path, metavar="F", help="a text to send (default: Python's inspect module)")
+    parser.add_argument(
+        "--prompt-file", type=Path, metavar="F", help="a text to send (default: Python's inspect module)"
+    )
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="longest answer (64)")
     parser.add_argument("--keep", action="store_true", help="leave everything serving until Ctrl-C")
     return parser.parse_args()

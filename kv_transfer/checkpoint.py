@@ -112,13 +112,13 @@ def _read_shards(folder: Path) -> list[StoredTensor]:
             raise ModelFolderError(
                 f"{folder} lacks {shard}, one of the {len(shards)} shards that {INDEX_FILE} names. Download it."
             )
-    found = {tensor.name: tensor for shard in shards for tensor in _read_header(folder / shard)}
+    found = {(shard, tensor.name): tensor for shard in shards for tensor in _read_header(folder / shard)}
     for name, shard in weight_map.items():
-        if name not in found or found[name].file.name != shard:
+        if (shard, name) not in found:
             raise ModelFolderError(
                 f"{folder / shard} lacks the tensor {name} that {INDEX_FILE} says it holds. Download both again."
             )
-    return [found[name] for name in weight_map]
+    return [found[shard, name] for name, shard in weight_map.items()]
 
 
 def _read_header(path: Path) -> list[StoredTensor]:

@@ -36,7 +36,7 @@ class Faults:
 class MemoryFabric:
     """The network between the engines of one test."""
 
-    def __init__(self, faults: Faults = Faults()) -> None:  # noqa: B008 - frozen
+    def __init__(self, faults: Faults = Faults()) -> None:
         self._faults = faults
         self._random = random.Random(faults.seed)  # noqa: S311 - not for secrets
         self._engines: dict[str, MemoryEngine] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -174,8 +175,7 @@ def layer_boundaries(num_layers: int, pp: int, splits: tuple[int, ...] | None) -
         num_layers: layers of the model.
         pp: number of stages, at most `num_layers`.
         splits: first layer of each stage after the first. None: as even as it goes, with the larger shares on the
-            later stages, because the first stage also waits for every chunk to be scheduled (61 layers on 4 stages:
-            15, 15, 15, 16).
+            later stages (61 layers on 4 stages: 15, 15, 15, 16).
 
     Raises:
         InvalidConfig: `splits` does not leave every stage at least one layer.
@@ -186,7 +186,7 @@ def layer_boundaries(num_layers: int, pp: int, splits: tuple[int, ...] | None) -
             raise InvalidConfig(f"pp = {pp}: the model has {num_layers} layers. Choose pp from 1 to {num_layers}.")
         return tuple(stage * share + max(0, stage - (pp - larger)) for stage in range(pp + 1))
     boundaries = (0, *splits, num_layers)
-    if len(splits) != pp - 1 or any(first >= second for first, second in zip(boundaries, boundaries[1:], strict=False)):
+    if len(splits) != pp - 1 or any(first >= second for first, second in itertools.pairwise(boundaries)):
         raise InvalidConfig(
             f"layer_splits = {list(splits)}: must be {pp - 1} increasing numbers (pp - 1) from 1 to {num_layers - 1}, "
             f"because the model has {num_layers} layers and every stage needs one."

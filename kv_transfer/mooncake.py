@@ -33,7 +33,7 @@ def active_rdma_devices() -> list[str]:
 
 
 def choose_transport(wanted: str, devices: list[str]) -> str:
-    """"tcp" or "rdma" for the configured "auto", "tcp" or "rdma".
+    """What to use, "tcp" or "rdma", for the configured "auto", "tcp" or "rdma".
 
     Raises:
         InvalidConfig: RDMA was asked for and no device has an active port.

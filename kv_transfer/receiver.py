@@ -45,7 +45,8 @@ class Destination(Protocol):
 
     def unpack(self, box: Box, address: int) -> None:
         """Takes the packed `box` at `address` (form: `kv_transfer.planner`). Called from worker threads, at
-        most once per cell, possibly for several boxes at a time."""
+        most once per cell, possibly for several boxes at a time.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +108,8 @@ class Incoming:
 
     async def abort(self, reason: str, deadline_seconds: float) -> None:
         """Ends the transfer from this side and waits until every writer has closed (or the deadline passed,
-        after which lost writers' slots are in quarantine)."""
+        after which lost writers' slots are in quarantine).
+        """
         if not self.session.terminal:
             self.session.on(ReceiverEvent.ABORT)
             self.log.event(Event.ABORTED, reason=reason)
@@ -409,7 +411,9 @@ async def _until_stopped(
             timeout = None if stop is not None else deadline_seconds
             done, _ = await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not done:
-                raise DeadlinePassed(f"a writer did not close within {deadline_seconds:g} s (deadlines.stop) of the end.")
+                raise DeadlinePassed(
+                    f"a writer did not close within {deadline_seconds:g} s (deadlines.stop) of the end."
+                )
             if following in done:
                 message, following = following.result(), None
                 if message is None:
@@ -430,7 +434,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
 
-    def Deliver(  # type: ignore[override]  # noqa: N802 - gRPC's name; the stub types the synchronous form
+    def Deliver(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[transfer_pb2.DeliverRequest], context: object
     ) -> AsyncIterator[transfer_pb2.DeliverResponse]:
         return self._receiver.deliver(request_iterator)

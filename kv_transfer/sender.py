@@ -15,7 +15,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -37,6 +37,29 @@ log = get_logger(__name__)
 SEGMENT_BYTES = 4 * 1024 * 1024
 
 T = TypeVar("T")
+
+
+class Source(Protocol):
+    """Where a rank keeps its KV."""
+
+    @property
+    def layout(self) -> PagedLayout:
+        """The shape of it."""
+
+    def pack(self, pages: Sequence[int], box: Box, address: int) -> None:
+        """Puts the packed `box` (form: `kv_transfer.planner`) at `address`. Called from worker threads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedSource:
+    """Host memory in the form of a `PagedLayout`."""
+
+    layout: PagedLayout
+    address: int
+
+    def pack(self, pages: Sequence[int], box: Box, address: int) -> None:
+        memory.pack(plan(self.layout, pages, box), self.address, address)
+
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
@@ -161,7 +184,8 @@ class Outgoing:
         pump = asyncio.ensure_future(self._pump(call))
         aborted = asyncio.ensure_future(self._aborted.wait())
         try:
-            await asyncio.wait({pump, aborted, self._refused, reader}, return_when=asyncio.FIRST_COMPLETED)
+            waits: set[asyncio.Future[Any]] = {pump, aborted, self._refused, reader}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if aborted.done():
                 return TransferFailed("the prefill request was aborted.")
             if self._refused.done():
@@ -269,7 +293,7 @@ class Sender:
     Args:
         engine: already running.
         arena: send segments of `SEGMENT_BYTES`, registered with the engine.
-        layout, pool_address: where this rank keeps its KV.
+        source: where this rank keeps its KV.
         rank, epoch: who writes, for the receiver's logs.
         reply_seconds, acknowledge_seconds: `Deadlines` of the cluster file.
     """
@@ -278,22 +302,21 @@ class Sender:
         self,
         engine: TransferEngine,
         arena: SlotArena,
-        layout: PagedLayout,
-        pool_address: int,
+        source: Source,
         *,
         rank: int,
         epoch: str,
         reply_seconds: float,
         acknowledge_seconds: float,
     ) -> None:
-        self.layout = layout
+        self.layout = source.layout
         self.rank = rank
         self.epoch = epoch
         self.reply_seconds = reply_seconds
         self.acknowledge_seconds = acknowledge_seconds
         self._engine = engine
         self._arena = arena
-        self._pool_address = pool_address
+        self._source = source
         # One thread per segment: a slow peer occupies its own segments only.
         self._threads = ThreadPoolExecutor(max_workers=arena.num_slots, thread_name_prefix="kv-write")
 
@@ -325,15 +348,15 @@ class Sender:
         owner = object()
         (segment,) = await self._arena.acquire(owner, 1, self.acknowledge_seconds)
         num_bytes = packed_bytes(box, self.layout.cell)
-        source = self._arena.address(segment)
+        packed_at = self._arena.address(segment)
 
         def pack_and_write() -> bytes:
             started = time.perf_counter()
-            memory.pack(plan(self.layout, pages, box), self._pool_address, source)
-            digest = memory.digest(source, num_bytes)
+            self._source.pack(pages, box, packed_at)
+            digest = memory.digest(packed_at, num_bytes)
             packed = time.perf_counter()
             metrics.PACK_SECONDS.observe(packed - started)
-            self._engine.write(grant.engine_session, source, address, num_bytes)
+            self._engine.write(grant.engine_session, packed_at, address, num_bytes)
             metrics.WRITE_SECONDS.observe(time.perf_counter() - packed)
             return digest
 

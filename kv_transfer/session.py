@@ -20,6 +20,8 @@ from headwater.errors import IllegalEvent
 
 
 class ReceiverState(enum.Enum):
+    """Of a transfer on the decode side."""
+
     GRANTED = "granted"
     RECEIVING = "receiving"
     COMMITTED = "committed"
@@ -28,6 +30,8 @@ class ReceiverState(enum.Enum):
 
 
 class ReceiverEvent(enum.Enum):
+    """What can happen to a transfer on the decode side."""
+
     OPEN = "open"  # a writer opened its delivery
     RECEIPT = "receipt"  # a box was verified and unpacked
     COMMIT = "commit"  # full coverage, and the first token is known
@@ -36,6 +40,8 @@ class ReceiverEvent(enum.Enum):
 
 
 class SenderState(enum.Enum):
+    """Of one rank's share of a transfer."""
+
     OPENING = "opening"
     SENDING = "sending"
     DRAINING = "draining"
@@ -45,6 +51,8 @@ class SenderState(enum.Enum):
 
 
 class SenderEvent(enum.Enum):
+    """What can happen to one rank's share of a transfer."""
+
     OPENED = "opened"  # the receiver granted slots
     CLOSE = "close"  # no more chunks will come
     DELIVERED = "delivered"  # every receipt acknowledged, closing confirmed
@@ -77,8 +85,8 @@ SENDER_TABLE: Mapping[tuple[SenderState, SenderEvent], SenderState] = {
     (_S.DRAINING, _SE.ABORT): _S.ABORTED,
 }
 
-StateT = TypeVar("StateT", ReceiverState, SenderState)
-EventT = TypeVar("EventT", ReceiverEvent, SenderEvent)
+StateT = TypeVar("StateT", bound=enum.Enum)
+EventT = TypeVar("EventT", bound=enum.Enum)
 
 
 class Session(Generic[StateT, EventT]):
@@ -102,7 +110,9 @@ class Session(Generic[StateT, EventT]):
         """
         following = self._table.get((self.state, event))
         if following is None:
-            raise IllegalEvent(f"transfer {self._name}: event {event.value!r} is not allowed in state {self.state.value!r}.")
+            raise IllegalEvent(
+                f"transfer {self._name}: event {event.value!r} is not allowed in state {self.state.value!r}."
+            )
         self.state = following
 
 

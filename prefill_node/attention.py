@@ -115,9 +115,7 @@ def _over_prefix(
     return output.reshape(num_heads, num_tokens, -1), lse.reshape(num_heads, num_tokens)
 
 
-def _merge(
-    output_a: torch.Tensor, lse_a: torch.Tensor, output_b: torch.Tensor, lse_b: torch.Tensor
-) -> torch.Tensor:
+def _merge(output_a: torch.Tensor, lse_a: torch.Tensor, output_b: torch.Tensor, lse_b: torch.Tensor) -> torch.Tensor:
     """Softmax over the union of two disjoint sets of keys, from the softmax over each."""
     total = torch.logaddexp(lse_a, lse_b)
     weight_a, weight_b = ((lse - total).exp().unsqueeze(-1) for lse in (lse_a, lse_b))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
+from typing import Any
 
 from headwater.cluster import Cluster, Prefill
-
 from headwater.lifecycle import get_logger
 from headwater.rpc import Server
 from headwater.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -66,12 +66,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._config = config
         self._metrics = metrics
 
-    def Prefill(  # type: ignore[override]  # noqa: N802 - gRPC's name; the stub types the synchronous form
+    def Prefill(  # noqa: N802 - gRPC's name
         self, request: prefill_pb2.PrefillRequest, context: object
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         return self._leader.prefill(request)
 
-    async def DescribePrefill(  # type: ignore[override]  # noqa: N802
+    async def DescribePrefill(  # noqa: N802 - gRPC's name
         self, request: prefill_pb2.DescribePrefillRequest, context: object
     ) -> prefill_pb2.DescribePrefillResponse:
         config, scheduler = self._config, self._leader.scheduler
@@ -161,9 +161,9 @@ async def serve(cluster: Cluster, name: str) -> int:
     return 0
 
 
-async def _first(work: object, stop: asyncio.Event) -> bool:
+async def _first(work: Coroutine[Any, Any, object], stop: asyncio.Event) -> bool:
     """Awaits `work` unless `stop` is set first. True when the work ended; its exceptions are raised."""
-    working = asyncio.ensure_future(work)  # type: ignore[arg-type,var-annotated]
+    working = asyncio.ensure_future(work)
     stopping = asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -175,5 +175,3 @@ async def _first(work: object, stop: asyncio.Event) -> bool:
         for task in (working, stopping):
             task.cancel()
         await asyncio.gather(working, stopping, return_exceptions=True)
-
-

@@ -7,7 +7,6 @@ and dequantised is the business of the `transformers` GGUF loader.
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -53,7 +52,7 @@ def import_model(gguf: Path, folder: Path) -> None:
         made.chmod(0o755)
         for path in made.iterdir():
             path.chmod(0o644)
-        os.replace(made, folder)
+        made.replace(folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
 

@@ -7,13 +7,16 @@ Suffixes: T tokens of a step, L tokens of a prefix, H key/value heads of this ra
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import Cache
 
-from kv_transfer.geometry import CellSize, PagedLayout, Span
 from headwater.v1 import common_pb2
+from kv_transfer import memory
+from kv_transfer.geometry import Box, CellSize, PagedLayout, Span
+from kv_transfer.planner import packed_bytes, plan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,11 +59,6 @@ class KvPool:
         self._layers = dict(zip(range(layers.start, layers.end), zip(keys, values, strict=True), strict=True))
 
     @property
-    def address(self) -> int:
-        """Of the first byte."""
-        return self._memory.data_ptr()
-
-    @property
     def num_bytes(self) -> int:
         return self.layout.total_bytes
 
@@ -74,11 +72,28 @@ class KvPool:
 
     def prefix(self, layer: int, chunk: PlacedChunk) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [L, H, K] and values [L, H, V] before the chunk: views where the pages are one run, else copies."""
-        parts = [
-            [pool[slot : slot + count] for slot, count in chunk.prefix_runs] for pool in self._layers[layer]
-        ]
+        parts = [[pool[slot : slot + count] for slot, count in chunk.prefix_runs] for pool in self._layers[layer]]
         keys, values = (part[0] if len(part) == 1 else torch.cat(part) for part in parts)
         return keys, values
+
+    def pack(self, pages: Sequence[int], box: Box, address: int) -> None:
+        """Puts the packed `box` at a host `address`; see `kv_transfer.sender.Source`."""
+        if self._memory.device.type == "cpu":
+            memory.pack(plan(self.layout, pages, box), self._memory.data_ptr(), address)
+        else:
+            self.pack_by_tensors(pages, box, address)
+
+    def pack_by_tensors(self, pages: Sequence[int], box: Box, address: int) -> None:
+        """`pack` for memory that the processor cannot address: gathered on its device, then copied to the host."""
+        runs = self.layout.runs(pages, box.tokens)
+        heads = slice(box.heads.start - self.layout.heads.start, box.heads.end - self.layout.heads.start)
+        parts = [
+            torch.cat([pool[slot : slot + count, heads] for slot, count in runs]).flatten()
+            for layer in range(box.layers.start, box.layers.end)
+            for pool in self._layers[layer]
+        ]
+        target = torch.frombuffer(memory.view(address, packed_bytes(box, self.layout.cell)), dtype=parts[0].dtype)
+        target.copy_(torch.cat(parts))
 
 
 class StepCache(Cache):

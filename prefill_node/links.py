@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from headwater.errors import DeadlinePassed, InvalidConfig, PeerUnavailable, StalePeer
 from headwater.lifecycle import get_logger
@@ -129,7 +130,8 @@ class WorkerLinks:
         try:
             while not reading.done():
                 taking = taking or asyncio.ensure_future(link.queue.get())
-                await asyncio.wait({reading, taking}, return_when=asyncio.FIRST_COMPLETED)
+                waits: set[asyncio.Future[Any]] = {reading, taking}
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 if taking.done():
                     entry, taking = taking.result(), None
                     yield entry
@@ -181,7 +183,9 @@ class WorkerLinks:
             else:
                 self._on_report(rank, report)
 
-    async def _note(self, table: dict[int, worker_pb2.Joined] | dict[int, worker_pb2.Ready], rank: int, what: object) -> None:
+    async def _note(
+        self, table: dict[int, worker_pb2.Joined] | dict[int, worker_pb2.Ready], rank: int, what: object
+    ) -> None:
         async with self._changed:
             table[rank] = what  # type: ignore[assignment]
             self._changed.notify_all()
@@ -208,7 +212,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, links: WorkerLinks) -> None:
         self._links = links
 
-    def Attach(  # type: ignore[override]  # noqa: N802 - gRPC's name; the stub types the synchronous form
+    def Attach(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[worker_pb2.AttachRequest], context: object
     ) -> AsyncIterator[worker_pb2.AttachResponse]:
         return self._links.attach(request_iterator)

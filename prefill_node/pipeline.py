@@ -16,6 +16,7 @@ import socket
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, but not in __all__
 from torch.distributed.device_mesh import DeviceMesh
 
 from headwater.errors import InvalidConfig
@@ -64,7 +65,14 @@ def listen_for_store(host: str) -> socket.socket:
 
 
 def join(
-    place: Place, *, host: str, store_host: str, store_port: int, listener: socket.socket | None, backend: str, seconds: float
+    place: Place,
+    *,
+    host: str,
+    store_host: str,
+    store_port: int,
+    listener: socket.socket | None,
+    backend: str,
+    seconds: float,
 ) -> DeviceMesh | None:
     """Forms the process group. Returns the mesh of this stage's tensor ranks, or None when tp is 1.
 
@@ -76,7 +84,7 @@ def join(
     """
     os.environ["GLOO_SOCKET_IFNAME"] = _interface_of(host)
     timeout = datetime.timedelta(seconds=seconds)
-    store = dist.TCPStore(
+    store = TCPStore(
         store_host,
         store_port,
         place.world_size,
@@ -108,9 +116,7 @@ class Pipeline:
         depth: sends that may be outstanding before the oldest is waited for.
     """
 
-    def __init__(
-        self, place: Place, hidden_size: int, dtype: torch.dtype, device: torch.device, depth: int
-    ) -> None:
+    def __init__(self, place: Place, hidden_size: int, dtype: torch.dtype, device: torch.device, depth: int) -> None:
         self._place = place
         self._hidden_size = hidden_size
         self._dtype = dtype

@@ -24,6 +24,8 @@ Entry = worker_pb2.OpenRequest | worker_pb2.Step | worker_pb2.CloseRequest
 
 
 class RequestState(enum.Enum):
+    """See the module's diagram."""
+
     QUEUED = "queued"
     RUNNING = "running"
     CLOSING = "closing"

@@ -134,15 +134,15 @@ class Stage:
                 f"{type(self.model).__name__} publishes no pipeline plan (base_model_pp_plan), so it cannot be cut "
                 "into stages. Choose a decoder-only architecture that does."
             )
-        return base
+        return base  # type: ignore[no-any-return]
 
     def _cut(self) -> None:
         """Drops what other stages hold. The list of layers keeps its length, so layer numbers stay true."""
         base, model = self._base, self.model
-        layers = base.layers
-        for number in range(len(layers)):  # type: ignore[arg-type]
+        layers: Any = base.layers
+        for number in range(len(layers)):
             if not self.layers.start <= number < self.layers.end:
-                layers[number] = _Absent()  # type: ignore[index,operator]
+                layers[number] = _Absent()
         # What the pipeline plan names beside the layers: first the embedding, then norms and the head.
         names = list(self.model.config.base_model_pp_plan)
         position = names.index("layers")
@@ -228,7 +228,9 @@ class Stage:
                 bare = nn.ModuleList(_Absent() for _ in module) if isinstance(module, nn.ModuleList) else _Absent()
                 setattr(self._base, name, bare)
             passed = self._base(
-                inputs_embeds=probe, position_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device), use_cache=False
+                inputs_embeds=probe,
+                position_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device),
+                use_cache=False,
             ).last_hidden_state
         finally:
             for name, module in held.items():

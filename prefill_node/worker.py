@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from headwater.errors import HeadwaterError
 from headwater.lifecycle import Event, configure_logging, get_logger
@@ -85,7 +86,9 @@ class StepRunner:
         """Runs a step that was expected. Returns what the sampling rank sampled."""
         chunks = self._place_chunks(step)
         if self._place.previous is None:
-            source = torch.tensor([token for chunk in step.chunks for token in chunk.token_ids], device=self._stage.device)
+            source = torch.tensor(
+                [token for chunk in step.chunks for token in chunk.token_ids], device=self._stage.device
+            )
         else:
             source = self._pipeline.take()
         started = time.perf_counter()
@@ -142,7 +145,7 @@ class Worker:
         try:
             self._serve(self._control.next().config)
         except HeadwaterError as error:
-            log.error("the worker failed", error=str(error))
+            log.warning("the worker failed", error=str(error))
             self._fail(str(error))
             raise
         except Exception as error:
@@ -181,8 +184,7 @@ class Worker:
         sender = Sender(
             engine,
             arena,
-            pool.layout,
-            pool.address,
+            pool,
             rank=self._rank,
             epoch=config.epoch,
             reply_seconds=config.reply_seconds,
@@ -191,7 +193,11 @@ class Worker:
         deliveries: Deliveries = self._control.call_and_wait(lambda: Deliveries(sender, self._control.report))
         pipeline = Pipeline(place, stage.hidden_size, stage.dtype, device, depth=config.pp + 1)
         runner = StepRunner(
-            place, stage, pool, pipeline, lambda request, tokens: self._control.call(deliveries.computed, request, tokens)
+            place,
+            stage,
+            pool,
+            pipeline,
+            lambda request, tokens: self._control.call(deliveries.computed, request, tokens),
         )
         if config.HasField("core"):
             os.sched_setaffinity(0, {config.core})
@@ -205,7 +211,9 @@ class Worker:
             metrics_address=exporter.address,
         )
         self._control.report(worker_pb2.AttachRequest(ready=ready))
-        log.info("ready", layers=[layers.start, layers.end], heads=[heads.start, heads.end], parameters=ready.num_parameters)
+        log.info(
+            "ready", layers=[layers.start, layers.end], heads=[heads.start, heads.end], parameters=ready.num_parameters
+        )
         try:
             self._follow(runner, deliveries, place)
             pipeline.drain()
@@ -216,7 +224,7 @@ class Worker:
             engine.close()
         dist.destroy_process_group()
 
-    def _join(self, place: Place, config: worker_pb2.WorkerConfig) -> dist.DeviceMesh | None:
+    def _join(self, place: Place, config: worker_pb2.WorkerConfig) -> DeviceMesh | None:
         listener = listen_for_store(self._host) if place.rank == 0 else None
         port = listener.getsockname()[1] if listener is not None else 0
         self._control.report(worker_pb2.AttachRequest(joined=worker_pb2.Joined(store_port=port)))
@@ -258,14 +266,15 @@ class Worker:
                 request_id, abort = entry.close.request_id, entry.close.abort
                 runner.close(request_id)
                 token = self._first_tokens.pop(request_id, None)
-                self._control.call(lambda i=request_id, t=token, a=abort: deliveries.close(i, t, abort=a))  # type: ignore[misc]
+                self._control.call(lambda i=request_id, t=token, a=abort: deliveries.close(i, t, abort=a))
             elif entry.HasField("shutdown"):
                 return
 
 
 def _warm_up(place: Place, stage: Stage, pool: KvPool, config: worker_pb2.WorkerConfig) -> None:
     """Two small chunks of a made-up request: finds what the model needs and this service lacks before any
-    request does, and lets libraries set themselves up. The pages are free, so what it writes is never read."""
+    request does, and lets libraries set themselves up. The pages are free, so what it writes is never read.
+    """
     layout = pool.layout
     half = max(1, layout.page_size // 2)
     if layout.num_pages * layout.page_size < 2 * half:

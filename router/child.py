@@ -129,4 +129,3 @@ class Child:
             line = raw.decode("utf-8", errors="replace").rstrip("\n")
             self._tail.append(line)
             sys.stderr.write(f"[{self.name}] {line}\n")
-

@@ -116,4 +116,3 @@ def decode_load(group: DecodeGroup) -> tuple[int, int]:
     """As `prefill_load`."""
     assert group.description is not None
     return max(group.description.active_requests, group.in_flight), -int(group.description.free_tokens)
-

@@ -20,7 +20,8 @@ class _Offer:
 
 class _Outbox:
     """Hands responses from the flow's task to the call's generator, one at a time, so that a slow client
-    slows its own flow down."""
+    slows its own flow down.
+    """
 
     def __init__(self) -> None:
         self._offers: asyncio.Queue[_Offer | None] = asyncio.Queue()

@@ -81,9 +81,7 @@ class _Characters:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special = {
-            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        }
+        self._special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._context: list[int] = []
         self._pending: list[int] = []
 

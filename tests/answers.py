@@ -76,4 +76,13 @@ def site(
 
 def lengths(page_size: int, chunk_tokens: int) -> list[int]:
     """Where paging and chunking can be off by one."""
-    return [1, page_size - 1, page_size, page_size + 1, chunk_tokens - 1, chunk_tokens, chunk_tokens + 1, 2 * chunk_tokens]
+    return [
+        1,
+        page_size - 1,
+        page_size,
+        page_size + 1,
+        chunk_tokens - 1,
+        chunk_tokens,
+        chunk_tokens + 1,
+        2 * chunk_tokens,
+    ]

@@ -18,7 +18,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headwater.cluster import Cluster, parse_cluster
 from headwater.rpc import open_channel
-from headwater.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, router_pb2, router_pb2_grpc
+from headwater.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    router_pb2,
+    router_pb2_grpc,
+)
 from router.placement import Placed, place
 from router.supervisor import Supervisor
 
@@ -52,7 +60,9 @@ class Group:
     options: tuple[tuple[str, Any], ...] = ()
 
 
-def write_cluster(path: Path, model: Path, groups: Sequence[Group], *, num_decode: int = 1, **model_options: Any) -> Cluster:
+def write_cluster(
+    path: Path, model: Path, groups: Sequence[Group], *, num_decode: int = 1, **model_options: Any
+) -> Cluster:
     """A cluster file with free ports; returns what it says."""
     ports = iter(free_ports(1 + len(groups) + num_decode))
     lines = ["[model]", f'path = "{model}"', 'dtype = "float32"']

@@ -41,8 +41,8 @@ class Oracle:
 @functools.cache
 def corpus(folder: Path) -> list[int]:
     """Real text as tokens: Python's own argparse and inspect modules."""
-    import argparse  # noqa: PLC0415
-    import inspect  # noqa: PLC0415
+    import argparse
+    import inspect
 
     text = "".join(Path(module.__file__ or "").read_text(encoding="utf-8") for module in (argparse, inspect))
     return list(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)

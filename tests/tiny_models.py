@@ -40,7 +40,7 @@ def make(name: str, folder: Path) -> Path:
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     vocabulary = {f"t{number}": number for number in range(512)}
-    word_level = tokenizers.models.WordLevel(vocabulary, unk_token="t2")  # noqa: S106 - a token, not a secret
+    word_level = tokenizers.models.WordLevel(vocabulary, unk_token="t2")
     tokenizer = tokenizers.Tokenizer(word_level)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))

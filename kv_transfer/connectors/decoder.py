@@ -24,8 +24,6 @@ from kv_transfer.connectors.ragged import DTYPES, RaggedCache, RequestKv, Row
 
 log = get_logger(__name__)
 
-Reason = common_pb2.FinishReason.ValueType
-
 
 @dataclasses.dataclass
 class Continuation:
@@ -43,7 +41,7 @@ class Continuation:
     tokens: list[int]
     sampling: common_pb2.SamplingParams
     stop: common_pb2.StopConditions
-    on_token: Callable[[int, Reason | None], None]
+    on_token: Callable[[int, common_pb2.FinishReason.ValueType | None], None]
     on_error: Callable[[Exception], None]
     on_left: Callable[[], None]
 
@@ -95,7 +93,9 @@ class Decoder:
             self._changed.notify_all()
         self._thread.join()
 
-    def finish_reason(self, tokens: list[int], stop: common_pb2.StopConditions) -> Reason | None:
+    def finish_reason(
+        self, tokens: list[int], stop: common_pb2.StopConditions
+    ) -> common_pb2.FinishReason.ValueType | None:
         """Why an answer that consists of `tokens` is complete, or None."""
         if tokens[-1] in stop.eos_token_ids:
             return common_pb2.FINISH_REASON_EOS

@@ -10,16 +10,16 @@ import asyncio
 import contextlib
 import secrets
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from pathlib import Path
 
-from headwater.cluster import Cluster, Decode, Deadlines
+from headwater.cluster import Cluster, Deadlines, Decode
 from headwater.errors import CapacityError, HeadwaterError, InvalidRequest, PeerUnavailable
 from headwater.lifecycle import Event, get_logger
 from headwater.rpc import Server
 from headwater.v1 import common_pb2, decode_pb2, decode_pb2_grpc, transfer_pb2_grpc
 from kv_transfer import metrics
-from kv_transfer.connectors.decoder import Continuation, Decoder, Reason
+from kv_transfer.connectors.decoder import Continuation, Decoder
 from kv_transfer.connectors.ragged import RequestKv
 from kv_transfer.geometry import check_contract, geometry_of
 from kv_transfer.metrics_server import MetricsServer
@@ -62,7 +62,7 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
         for owner in ("free", "held", "quarantined"):
             metrics.SLOTS.labels(owner).set_function(lambda name=owner: getattr(arena, name))  # type: ignore[misc]
 
-    async def Decode(  # type: ignore[override]  # noqa: N802 - gRPC's name; the stub types the synchronous form
+    async def Decode(  # noqa: N802 - gRPC's name
         self, request: decode_pb2.DecodeRequest, context: object
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
         with self._admitted(request) as capacity:
@@ -82,7 +82,7 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
                 if self._receiver.open_transfers == 0:
                     self._arena.check()
 
-    async def DescribeDecode(  # type: ignore[override]  # noqa: N802
+    async def DescribeDecode(  # noqa: N802 - gRPC's name
         self, request: decode_pb2.DescribeDecodeRequest, context: object
     ) -> decode_pb2.DescribeDecodeResponse:
         return decode_pb2.DescribeDecodeResponse(
@@ -132,17 +132,20 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
 
     async def _continue(
         self, request: decode_pb2.DecodeRequest, kv: RequestKv, first_token: int
-    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+    ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
         """The tokens after the first one, and the end."""
         reason = self._decoder.finish_reason([first_token], request.stop)
         num_tokens = 1
         if reason is None:
             loop = asyncio.get_running_loop()
-            tokens: asyncio.Queue[tuple[int, Reason | None] | Exception] = asyncio.Queue()
+            tokens: asyncio.Queue[tuple[int, common_pb2.FinishReason.ValueType | None] | Exception] = asyncio.Queue()
             left = asyncio.Event()
 
-            def put(item: tuple[int, Reason | None] | Exception) -> None:
+            def put(item: tuple[int, common_pb2.FinishReason.ValueType | None] | Exception) -> None:
                 loop.call_soon_threadsafe(tokens.put_nowait, item)
+
+            def leave() -> None:
+                loop.call_soon_threadsafe(left.set)
 
             continuation = Continuation(
                 kv=kv,
@@ -152,7 +155,7 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
                 stop=request.stop,
                 on_token=lambda token, why: put((token, why)),
                 on_error=put,
-                on_left=lambda: loop.call_soon_threadsafe(left.set),
+                on_left=leave,
             )
             self._decoder.add(continuation)
             try:

@@ -23,6 +23,7 @@ Address = Annotated[str, Meta(pattern=r"^(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):[0-
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[int, Meta(ge=1)]
+_LARGEST_PORT = 65535
 Seconds = Annotated[float, Meta(gt=0)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Transport = Literal["auto", "tcp", "rdma"]
@@ -41,6 +42,8 @@ class Model(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Router(Struct, frozen=True, forbid_unknown_fields=True):
+    """The router process."""
+
     address: Address = "127.0.0.1:7000"
     metrics_port: Port = 0
     name: Name = "router"
@@ -115,6 +118,8 @@ class Deadlines(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Cluster(Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole file."""
+
     model: Model
     router: Router = Router()
     prefill: tuple[Prefill, ...] = ()
@@ -172,17 +177,20 @@ def parse_cluster(text: str) -> Cluster:
 def _check_names_and_addresses(cluster: Cluster) -> None:
     seen: dict[str, str] = {}
     names: set[str] = set()
-    for role, section in [
+    sections: list[tuple[str, Router | Prefill | Decode]] = [
         ("router", cluster.router),
         *(("prefill", group) for group in cluster.prefill),
         *(("decode", group) for group in cluster.decode),
-    ]:
+    ]
+    for role, section in sections:
         if section.name in names:
             raise InvalidConfig(f"two sections are named {section.name!r}; give each its own name.")
         names.add(section.name)
         port = int(section.address.rpartition(":")[2])
-        if port > 65535:
-            raise InvalidConfig(f"{role} {section.name}: address {section.address!r}: a port is at most 65535.")
+        if port > _LARGEST_PORT:
+            raise InvalidConfig(
+                f"{role} {section.name}: address {section.address!r}: a port is at most {_LARGEST_PORT}."
+            )
         if port and section.address in seen:
             raise InvalidConfig(
                 f"{role} {section.name}: address {section.address!r} is also used by {seen[section.address]}."
@@ -210,7 +218,7 @@ def _check_prefill(group: Prefill) -> None:
 
 
 def _explain(message: str) -> str:
-    """msgspec's message with the key in TOML's notation and what the key allows."""
+    """Msgspec's message with the key in TOML's notation and what the key allows."""
     match = re.fullmatch(r"(.*?)(?: - at `(\$[^`]*)`)?", message, re.DOTALL)
     what, where = (match.group(1), match.group(2) or "$") if match else (message, "$")
     key = where.removeprefix("$").removeprefix(".") or "the top level"
@@ -240,12 +248,10 @@ def _type_at(where: str) -> Any:
 
 
 def _allowed(kind: Any) -> str:
-    if typing.get_origin(kind) is Annotated:
-        meta = typing.get_args(kind)[1]
-        if meta.pattern == Address.__metadata__[0].pattern:
-            return '"host:port", for example "127.0.0.1:7000"'
-        if meta.pattern == Name.__metadata__[0].pattern:
-            return "lower-case letters, digits and inner hyphens, 63 at most"
+    if kind == Address:
+        return '"host:port", for example "127.0.0.1:7000"'
+    if kind == Name:
+        return "lower-case letters, digits and inner hyphens, 63 at most"
     kind = _strip(kind)
     if typing.get_origin(kind) is Literal:
         return ", ".join(f'"{value}"' for value in typing.get_args(kind))

@@ -94,12 +94,13 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
+        # None, for a method that does not exist, is passed on; the types do not know that it may be.
         handler: Any = await continuation(handler_call_details)
         if handler is None:
-            return handler  # type: ignore[no-any-return]
+            return handler  # type: ignore[return-value]
         parts = (handler.request_deserializer, handler.response_serializer)
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary), *parts)
@@ -162,7 +163,7 @@ class Server:
 
 
 def require_free_port(address: str) -> None:
-    """gRPC's own message for a taken port names neither the port nor the way out.
+    """GRPC's own message for a taken port names neither the port nor the way out.
 
     Raises:
         InvalidConfig: "host:port" cannot be listened on.

@@ -63,7 +63,6 @@ async def landed_kv(cluster: Cluster, group: str, token_ids: Sequence[int]) -> L
             arena.close()
             engine.close()
     layers = [
-        (keys.transpose(0, 1), values.transpose(0, 1))
-        for keys, values in zip(kv.keys_CHK, kv.values_CHV, strict=True)
+        (keys.transpose(0, 1), values.transpose(0, 1)) for keys, values in zip(kv.keys_CHK, kv.values_CHV, strict=True)
     ]
     return Landed(layers, delivery.first_token)

@@ -56,6 +56,6 @@ def test_smollm2_gives_the_oracles_tokens_and_kv(
 def test_tiny_models_on_pp2_tp2_give_the_oracles_tokens(tmp_path: Path, name: str) -> None:
     model = tiny_models.make(name, tmp_path / "model")
     tiny_case = answers.Case.of(Oracle(model), tiny_models.prompts([*answers.lengths(PAGE_SIZE, CHUNK_TOKENS), 500]))
-    with answers.site(tmp_path, model, [(2, 2)], chunk_tokens=CHUNK_TOKENS, page_size=PAGE_SIZE) as running:
-        with running.group(2, 2):
-            assert running.wrong_answers(tiny_case) == []
+    place = answers.site(tmp_path, model, [(2, 2)], chunk_tokens=CHUNK_TOKENS, page_size=PAGE_SIZE)
+    with place as running, running.group(2, 2):
+        assert running.wrong_answers(tiny_case) == []

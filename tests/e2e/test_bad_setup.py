@@ -1,4 +1,4 @@
-"""What an operator can get wrong: a clear error and exit code 2 from the command itself, before anything is left running."""
+"""What an operator can get wrong: the command itself says so, and nothing is left running."""
 
 from __future__ import annotations
 
@@ -60,9 +60,7 @@ def _truncated(model: Path) -> None:
         (_truncated, "model.safetensors"),
     ],
 )
-def test_a_damaged_model_folder(
-    tiny: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
-) -> None:
+def test_a_damaged_model_folder(tiny: Path, tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
     model = tmp_path / "model"
     subprocess.run(["cp", "-r", str(tiny), str(model)], check=True)
     damage(model)
@@ -115,5 +113,3 @@ def test_up_says_what_failed_and_stops_the_rest(tiny: Path, tmp_path: Path) -> N
     assert result.returncode != 0
     assert "p0" in result.stderr
     assert "tp" in result.stderr.lower()
-
-

@@ -20,7 +20,17 @@ from headwater.rpc import open_channel
 from headwater.v1 import common_pb2, router_pb2, router_pb2_grpc
 from router.supervisor import Supervisor
 from tests import tiny_models
-from tests.harness import Group, ask, ask_all, assert_balanced, events, model_folder, processes, until_paired, write_cluster
+from tests.harness import (
+    Group,
+    ask,
+    ask_all,
+    assert_balanced,
+    events,
+    model_folder,
+    processes,
+    until_paired,
+    write_cluster,
+)
 from tests.oracle import prompts
 
 CHUNK, PAGE, POOL = 64, 16, 2048
@@ -92,7 +102,10 @@ def test_a_client_sees_every_chunk_then_tokens_then_the_parts_of_ttft(service: S
     [
         ({"text": ""}, "the prompt is empty"),
         ({"token_ids": router_pb2.TokenIds()}, "the prompt is empty"),
-        ({"token_ids": router_pb2.TokenIds(ids=[5, VOCABULARY])}, f"{VOCABULARY} at position 1 is not in the vocabulary"),
+        (
+            {"token_ids": router_pb2.TokenIds(ids=[5, VOCABULARY])},
+            f"{VOCABULARY} at position 1 is not in the vocabulary",
+        ),
         ({"token_ids": router_pb2.TokenIds(ids=[5] * 8192)}, "the model's context is 8192"),
         ({"token_ids": router_pb2.TokenIds(ids=[5] * (POOL + 1))}, str(POOL)),
         ({"text": "Hello", "max_tokens": 0}, "max_tokens is 0"),

@@ -51,7 +51,9 @@ def oracle(layout: PagedLayout, pages: list[int], box: Box, pool: bytes) -> byte
 
 
 @given(cases(), st.integers(0, 2**32 - 1))
-def test_packing_equals_the_oracle_and_unpacking_inverts_it(case: tuple[PagedLayout, list[int], Box], seed: int) -> None:
+def test_packing_equals_the_oracle_and_unpacking_inverts_it(
+    case: tuple[PagedLayout, list[int], Box], seed: int
+) -> None:
     layout, pages, box = case
     pool = np.random.default_rng(seed).integers(0, 256, layout.total_bytes, dtype=np.uint8)
     size = packed_bytes(box, layout.cell)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ from kv_transfer.session import (
         (sender_session, SenderState, SenderEvent, SENDER_TABLE),
     ],
 )
-def test_only_the_table_moves_a_session(make, states, events, table) -> None:  # type: ignore[no-untyped-def]
+def test_only_the_table_moves_a_session(make: Any, states: Any, events: Any, table: Any) -> None:
     for state, event in itertools.product(states, events):
         session = make("t")
         session.state = state

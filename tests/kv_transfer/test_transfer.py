@@ -18,7 +18,7 @@ from kv_transfer.engine import WriteFailed
 from kv_transfer.geometry import Box, CellSize, PagedLayout, Span
 from kv_transfer.memory_engine import Faults, MemoryFabric
 from kv_transfer.receiver import Incoming, PagedDestination, Receiver, TransferServicer
-from kv_transfer.sender import SEGMENT_BYTES, Outgoing, Sender
+from kv_transfer.sender import SEGMENT_BYTES, Outgoing, PagedSource, Sender
 from kv_transfer.slots import SlotArena
 
 GEOMETRY = common_pb2.Geometry(num_layers=5, num_kv_heads=4, key_size=8, value_size=6, dtype="float32", page_size=4)
@@ -39,8 +39,7 @@ class Rank:
         self.sender = Sender(
             engine,
             self.arena,
-            self.layout,
-            self.pool.ctypes.data,
+            PagedSource(self.layout, self.pool.ctypes.data),
             rank=rank,
             epoch=f"e{rank}",
             reply_seconds=5,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from headwater.errors import UnsupportedModel
 from headwater.v1 import common_pb2
-from kv_transfer.geometry import Span
+from kv_transfer.geometry import Box, Span
+from kv_transfer.planner import packed_bytes
 from prefill_node.attention import chunked_attention
 from prefill_node.kv_pool import KvPool, PlacedChunk, StepCache
 
@@ -39,7 +42,7 @@ def test_chunks_give_what_the_whole_sequence_gives(dtype: str, bound: float, pag
         torch.randn(heads, 31, SIZE, generator=generator).to(kind) for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     expected = whole(query, key, value)
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in itertools.pairwise(cuts):
         runs = pool.layout.runs
         before = runs(pages, Span(0, start)) if start else []
         chunk = PlacedChunk("r", Span(start, end), 0, before, runs(pages, Span(start, end)))
@@ -76,3 +79,18 @@ def test_what_it_does_not_compute_is_refused() -> None:
     nothing = torch.zeros(1, 1, 1, 1)
     with pytest.raises(UnsupportedModel, match="Layer uses sliding_window"):
         chunked_attention(Layer(), nothing, nothing, nothing, None, sliding_window=128, step_cache=cache)
+
+
+def test_packing_by_tensors_gives_the_bytes_of_the_copy_planner() -> None:
+    geometry = common_pb2.Geometry(key_size=3, value_size=5, dtype="bfloat16", page_size=4)
+    pool = KvPool(geometry, Span(2, 5), Span(1, 4), 6, torch.device("cpu"))
+    pages = [4, 5, 0, 2]
+    for layer in range(2, 5):
+        chunk = PlacedChunk("r", Span(0, 15), 0, [], pool.layout.runs(pages, Span(0, 15)))
+        pool.write(layer, chunk, torch.randn(15, 3, 3).bfloat16(), torch.randn(15, 3, 5).bfloat16())
+    for box in (Box(Span(2, 5), Span(1, 4), Span(0, 15)), Box(Span(3, 4), Span(2, 3), Span(3, 11))):
+        by_copies, by_tensors = (torch.zeros(packed_bytes(box, pool.layout.cell), dtype=torch.uint8) for _ in range(2))
+        pool.pack(pages, box, by_copies.data_ptr())
+        pool.pack_by_tensors(pages, box, by_tensors.data_ptr())
+        assert torch.equal(by_copies, by_tensors)
+        assert by_copies.any()

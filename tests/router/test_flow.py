@@ -330,7 +330,9 @@ def test_groups_with_another_tokenizer_are_not_used() -> None:
 
     async def run() -> None:
         async with rig(ANSWER, prepare=other_tokenizer) as it:
-            with pytest.raises(GeometryMismatch, match="tokenizer_fingerprint is other there and tokenizer in the rout"):
+            with pytest.raises(
+                GeometryMismatch, match="tokenizer_fingerprint is other there and tokenizer in the rout"
+            ):
                 await it.answer(text_request(max_tokens=1))
 
     asyncio.run(run())
@@ -355,7 +357,12 @@ def test_status_describes_groups() -> None:
             it.prefill.description.free_tokens = 1000
             status = await it.client.status()
             prefill, decode = status.groups
-            assert (prefill.name, prefill.role, prefill.state, prefill.layout) == ("p0", "prefill", "serving", "PP2 TP1")
+            assert (prefill.name, prefill.role, prefill.state, prefill.layout) == (
+                "p0",
+                "prefill",
+                "serving",
+                "PP2 TP1",
+            )
             assert (decode.name, decode.role, decode.state, decode.layout) == ("d0", "decode", "serving", "fake")
             assert (decode.used_tokens, decode.capacity_tokens) == (0, 1024)
             assert status.metrics_address.startswith("127.0.0.1:")

@@ -16,7 +16,9 @@ from tests.router.fakes import tiny_geometry
 SIZE = Size(num_prompt_tokens=10, max_tokens=5)
 
 
-def prefill(name: str, *, running: int = 0, free: int = 100, capacity: int = 100, dtype: str = "float32") -> PrefillGroup:
+def prefill(
+    name: str, *, running: int = 0, free: int = 100, capacity: int = 100, dtype: str = "float32"
+) -> PrefillGroup:
     description = prefill_pb2.DescribePrefillResponse(
         geometry=tiny_geometry(dtype=dtype), running_requests=running, free_tokens=free, capacity_tokens=capacity
     )
@@ -87,7 +89,9 @@ def test_request_that_no_pool_can_hold() -> None:
 
 def test_pool_of_a_group_that_is_away_may_come_back() -> None:
     away = dataclasses.replace(prefill("p1", capacity=200), state=State.UNREACHABLE, detail="connection refused")
-    with pytest.raises(PeerUnavailable, match="p0 at p0:1: smaller than 150 tokens; p1 at p1:1: unreachable: connection"):
+    with pytest.raises(
+        PeerUnavailable, match="p0 at p0:1: smaller than 150 tokens; p1 at p1:1: unreachable: connection"
+    ):
         choose_pair(snapshot([prefill("p0"), away], [decode("d0", capacity=200)]), Size(150, 5), 0)
 
 
@@ -98,7 +102,9 @@ def test_nothing_to_choose_from() -> None:
 
 def test_no_pair_fits_together() -> None:
     it = snapshot([prefill("p0")], [decode("d0", dtype="float16")])
-    with pytest.raises(GeometryMismatch, match="p0 at p0:1 and decode d0 at d0:1 .*dtype is float32 in prefill and float16"):
+    with pytest.raises(
+        GeometryMismatch, match="p0 at p0:1 and decode d0 at d0:1 .*dtype is float32 in prefill and float16"
+    ):
         choose_pair(it, SIZE, 0)
     assert set(mismatches(it)) == {("p0", "d0")}
     assert set(unpaired(it)) == {"p0", "d0"}

@@ -126,7 +126,9 @@ def test_no_group_reachable_names_each() -> None:
             address = "127.0.0.1:2"
         """)
         async with running_router(cluster, tiny_model()) as address, Client(address) as client:
-            with pytest.raises(PeerUnavailable, match=r"no prefill group is serving: p0 at 127\.0\.0\.1:1: unreachable"):
+            with pytest.raises(
+                PeerUnavailable, match=r"no prefill group is serving: p0 at 127\.0\.0\.1:1: unreachable"
+            ):
                 async for _ in client.generate(text_request()):
                     pass
             status = await client.status()

@@ -45,7 +45,6 @@ class Scripted:
         raise NotImplementedError
 
 
-
 @contextlib.asynccontextmanager
 async def running(group: Scripted) -> AsyncIterator[tuple[Registry, asyncio.Queue[Snapshot]]]:
     changes: asyncio.Queue[Snapshot] = asyncio.Queue()

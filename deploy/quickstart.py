@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     path = folder / "cluster.toml"
     write_cluster(path, arguments)
     cluster = load_cluster(path)
-    _, problems = check_cluster(cluster)
+    problems = check_cluster(cluster).problems
     if problems:
         raise InvalidRequest("; ".join(problems))
     with Supervisor.of_cluster(path, folder) as supervisor:

@@ -32,7 +32,7 @@ find_python() {
             return
         fi
     done
-    fail "no Python 3.11, 3.12 or 3.13 found (python3 is: $(python3 --version 2>&1 || true))." \
+    fail "no Python 3.11, 3.12 or 3.13 found (python3 is: $(python3 --version 2>/dev/null || echo missing))." \
         "On Debian 12 and Ubuntu 24.04 or later: apt-get install -y python3 python3-venv"
 }
 

@@ -80,7 +80,7 @@ class ModelFolder:
     tie_word_embeddings: bool
     # True for multi-head latent attention: every tensor-parallel rank holds the one KV head.
     has_latent_kv: bool
-    # Elements in the safetensors files: a tied output embedding counts once if it is stored once.
+    # Elements in the safetensors files, buffers among them; a tied output embedding counts once if stored once.
     num_parameters: int
     model_fingerprint: str
     weights_fingerprint: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,7 +160,7 @@ def _prefill_row(cluster: Cluster, group: Prefill, folder: ModelFolder | None) -
             boundaries = layer_boundaries(folder.num_layers, group.pp, group.layer_splits)
         except InvalidConfig:
             boundaries = ()
-        layers = max((end - start for start, end in zip(boundaries, boundaries[1:], strict=False)), default=0)
+        layers = max((end - start for start, end in itertools.pairwise(boundaries)), default=0)
         # MLA has one latent head, and every rank holds it.
         heads = -(-folder.num_kv_heads // group.tp)
         kv_bytes = group.pool_tokens * layers * heads * CellSize.of(_geometry(cluster, folder)).total

@@ -17,7 +17,7 @@ from tests.harness import model_folder
 from tests.oracle import Oracle, prompts
 
 PAGE_SIZE, CHUNK_TOKENS = 64, 512
-LONGER = [2, 100, 777, 1500, 2000, 2047, 2500, 3000, 3500, 4000, 5000, 6000]
+LONGER = [2, 100, 200, 300, 400, 600, 777, 900, 1100, 1500, 2047, 6000]
 
 
 def run_answers(layouts: list[tuple[int, int]]) -> int:

@@ -108,7 +108,7 @@ def no_leaks(ports: Sequence[int] = ()) -> Iterator[None]:
     assert not left, f"processes left: {[child.cmdline() for child in left if child.is_running()]}"
     threads = [thread.name for thread in threading.enumerate() if thread not in threads_before and thread.is_alive()]
     # Pools of asyncio and gRPC, and tqdm's monitor, live as long as this process.
-    left_threads = [name for name in threads if not name.startswith(("asyncio_", "Thread-"))]
+    left_threads = [name for name in threads if not name.startswith(("asyncio_", "Thread-", "tqdm_"))]
     assert not left_threads, f"threads left: {left_threads}"
     for port in ports:
         with socket.socket() as probe:
@@ -160,8 +160,14 @@ async def until_paired(router: str, group: str) -> None:
 
 
 async def ask_all(address: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
-    """All prompts at the same time."""
-    return list(await asyncio.gather(*(ask(address, prompt, max_tokens) for prompt in prompts)))
+    """All prompts, as many at the same time as a decode node takes with room to spare."""
+    room = asyncio.Semaphore(12)
+
+    async def one(prompt: Sequence[int]) -> Answer:
+        async with room:
+            return await ask(address, prompt, max_tokens)
+
+    return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
 
 @contextlib.asynccontextmanager

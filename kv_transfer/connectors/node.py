@@ -119,8 +119,8 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
             )
         if promised > capacity - self._promised_tokens or self._active >= self._section.max_requests:
             raise CapacityError(
-                f"decode node {self._section.name} is full: {self._promised_tokens} of {capacity} tokens are promised to "
-                f"{self._active} requests (at most {self._section.max_requests}). Try again later or add a node."
+                f"decode node {self._section.name} is full: {self._promised_tokens} of {capacity} tokens are promised "
+                f"to {self._active} requests (at most {self._section.max_requests}). Try again later or add a node."
             )
         self._promised_tokens += promised
         self._active += 1

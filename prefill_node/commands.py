@@ -7,7 +7,7 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwater.cluster import load_cluster
+from headwater.cluster import DTYPES, load_cluster
 from headwater.lifecycle import configure_logging
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def add_commands(subparsers: Subparsers) -> None:
     serve = roles.add_parser("serve", help="run a group's leader, and its workers on this host")
     serve.add_argument("--cluster", required=True, type=Path, metavar="FILE", help="cluster file (TOML)")
     serve.add_argument("--name", required=True, help="the group's name in the cluster file")
+    serve.add_argument("--dtype", choices=DTYPES, help="replaces model.dtype of the cluster file")
     serve.set_defaults(run=_serve)
 
     worker = roles.add_parser("worker", help="run one rank, on a host that the leader is not on")
@@ -40,7 +41,7 @@ def add_commands(subparsers: Subparsers) -> None:
 def _serve(arguments: argparse.Namespace) -> int:
     from prefill_node.group import serve  # noqa: PLC0415 - each command loads only what it needs
 
-    cluster = load_cluster(arguments.cluster)
+    cluster = load_cluster(arguments.cluster, arguments.dtype)
     configure_logging(arguments.name, cluster.log_level)
     return asyncio.run(serve(cluster, arguments.name))
 

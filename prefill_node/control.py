@@ -41,7 +41,8 @@ class Control:
         self._reports: asyncio.Queue[worker_pb2.AttachRequest | None] = asyncio.Queue()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
-        self._running = False
+        self._attached = False
+        self._closing = False
         self._thread.start()
 
     def next(self) -> worker_pb2.AttachResponse:
@@ -81,13 +82,9 @@ class Control:
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
 
-    def become_ready(self) -> None:
-        """From now on the loss of the leader ends the process at once."""
-        self._running = True
-
     def close(self) -> None:
         """Sends what is queued, leaves the leader and ends the thread."""
-        self._running = False
+        self._closing = True
         self._loop.call_soon_threadsafe(self._reports.put_nowait, None)
         self._thread.join()
 
@@ -101,7 +98,7 @@ class Control:
             reason = details or "the leader is gone"
         finally:
             self._loop.close()
-        if self._running:
+        if self._attached and not self._closing:
             log.error("the leader was lost; ending", leader=self._leader, reason=reason)
             os._exit(LEADER_LOST_EXIT_CODE)
         self._entries.put(PeerUnavailable(f"leader at {self._leader}: {reason}. Is its group running?"))
@@ -110,6 +107,7 @@ class Control:
         async with open_channel(self._leader) as channel:
             call = worker_pb2_grpc.WorkerServiceStub(channel).Attach(self._outgoing())
             async for entry in call:
+                self._attached = True
                 self._entries.put(entry)
 
     async def _outgoing(self) -> AsyncIterator[worker_pb2.AttachRequest]:

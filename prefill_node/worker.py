@@ -202,7 +202,6 @@ class Worker:
         if config.HasField("core"):
             os.sched_setaffinity(0, {config.core})
         _warm_up(place, stage, pool, config)
-        self._control.become_ready()
         ready = worker_pb2.Ready(
             parameter_bytes=stage.parameter_bytes,
             num_parameters=stage.num_parameters,

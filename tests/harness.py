@@ -65,8 +65,8 @@ def write_cluster(
 ) -> Cluster:
     """A cluster file with free ports; returns what it says."""
     ports = iter(free_ports(1 + len(groups) + num_decode))
-    lines = ["[model]", f'path = "{model}"', 'dtype = "float32"']
-    lines += [f"{key} = {json.dumps(value)}" for key, value in model_options.items()]
+    lines = ["[model]", f'path = "{model}"']
+    lines += [f"{key} = {json.dumps(value)}" for key, value in ({"dtype": "float32"} | model_options).items()]
     lines += ["[router]", f'address = "127.0.0.1:{next(ports)}"']
     for group in groups:
         lines += ["[[prefill]]", f'name = "{group.name}"', f'address = "127.0.0.1:{next(ports)}"']

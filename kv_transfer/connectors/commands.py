@@ -7,7 +7,7 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwater.cluster import load_cluster
+from headwater.cluster import DTYPES, load_cluster
 from headwater.lifecycle import configure_logging
 
 if TYPE_CHECKING:
@@ -22,12 +22,13 @@ def add_commands(subparsers: Subparsers) -> None:
     serve = roles.add_parser("serve", help="run a decode node")
     serve.add_argument("--cluster", required=True, type=Path, metavar="FILE", help="cluster file (TOML)")
     serve.add_argument("--name", required=True, help="the node's name in the cluster file")
+    serve.add_argument("--dtype", choices=DTYPES, help="replaces model.dtype of the cluster file")
     serve.set_defaults(run=_serve)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     from kv_transfer.connectors.node import serve  # noqa: PLC0415 - loads torch
 
-    cluster = load_cluster(arguments.cluster)
+    cluster = load_cluster(arguments.cluster, arguments.dtype)
     configure_logging(arguments.name, cluster.log_level)
     return asyncio.run(serve(cluster, arguments.name))

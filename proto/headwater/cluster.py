@@ -26,6 +26,7 @@ Positive = Annotated[int, Meta(ge=1)]
 _LARGEST_PORT = 65535
 Seconds = Annotated[float, Meta(gt=0)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+DTYPES: tuple[str, ...] = typing.get_args(Dtype)
 Transport = Literal["auto", "tcp", "rdma"]
 _Section = typing.TypeVar("_Section", "Prefill", "Decode")
 
@@ -142,8 +143,11 @@ def _named(sections: tuple[_Section, ...], name: str, role: str) -> _Section:
     raise InvalidConfig(f"the cluster file has no {role} group named {name!r}; it has: {known}.")
 
 
-def load_cluster(path: Path) -> Cluster:
+def load_cluster(path: Path, dtype: str | None = None) -> Cluster:
     """Reads and checks a cluster file.
+
+    Args:
+        dtype: replaces model.dtype, when given.
 
     Raises:
         InvalidConfig: the file is missing, not TOML, or a key or value is not allowed.
@@ -153,7 +157,11 @@ def load_cluster(path: Path) -> Cluster:
     except OSError as error:
         raise InvalidConfig(f"cannot read the cluster file {path}: {error.strerror}.") from error
     try:
-        return parse_cluster(text)
+        cluster = parse_cluster(text)
+        if dtype is None:
+            return cluster
+        model = msgspec.convert(msgspec.structs.asdict(cluster.model) | {"dtype": dtype}, Model)
+        return msgspec.structs.replace(cluster, model=model)
     except InvalidConfig as error:
         raise InvalidConfig(f"{path}: {error}") from error
 

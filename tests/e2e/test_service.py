@@ -31,7 +31,7 @@ from tests.harness import (
     until_paired,
     write_cluster,
 )
-from tests.oracle import prompts
+from tests.oracle import Oracle, prompts
 
 CHUNK, PAGE, POOL = 64, 16, 2048
 OPTIONS = (("chunk_tokens", CHUNK), ("page_size", PAGE), ("pool_tokens", POOL))
@@ -288,3 +288,18 @@ def test_a_lost_worker_fails_its_requests_at_once_and_the_group_says_not_serving
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             asyncio.run(ask(cluster.router.address, [1, 2], 2))
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_group_on_two_hosts_whose_second_rank_is_started_by_hand(tmp_path: Path) -> None:
+    model = tiny_models.make("qwen2", tmp_path / "model")
+    path = tmp_path / "cluster.toml"
+    # Two names of this machine: the leader starts the ranks of its own name only.
+    hosts = ("hosts", ["127.0.0.1", "localhost"])
+    cluster = write_cluster(path, model, [Group("p0", 2, 1, (*OPTIONS, hosts))])
+    (prompt,) = tiny_models.prompts([150])
+    with processes(cluster, path, ["p0", "p0-1", "d0", "router"], tmp_path):
+        answer = asyncio.run(ask(cluster.router.address, prompt, 16))
+        asyncio.run(assert_balanced(cluster, ["p0"]))
+    assert answer.tokens == Oracle(model).greedy(prompt, 16)
+    (started_by_hand,) = events(tmp_path / "p0-1.log", event="chunk_computed", tokens=[128, 150])
+    assert started_by_hand["rank"] == 1

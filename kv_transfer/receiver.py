@@ -1,9 +1,8 @@
-"""The decode side of transfers: grants, verification, commit.
+"""The decode side of transfers: grants, deliveries, verification.
 
 A `Receiver` serves `TransferService` for one decode rank. Writers put packed boxes into landing slots with
 the transfer engine and send receipts; each box is checked against its digest, unpacked into the destination
-and acknowledged. A transfer commits when every (layer, head, token) has arrived exactly once and the first
-token is known; only then may anyone read the destination.
+and acknowledged. What that amounts to is `incoming`'s business.
 
 A writer that closed and says that it quiesced gives its slots back. One that was lost, or that cannot vouch
 for its writes, leaves them in quarantine.
@@ -12,12 +11,9 @@ for its writes, leaves them in quarantine.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import secrets
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 from headwater.errors import (
     DeadlinePassed,
@@ -27,165 +23,14 @@ from headwater.errors import (
     StalePeer,
     TransferFailed,
 )
-from headwater.lifecycle import Event, get_logger
+from headwater.lifecycle import Event
 from headwater.v1 import common_pb2, transfer_pb2, transfer_pb2_grpc
 from kv_transfer import memory, metrics
-from kv_transfer.coverage import Coverage
 from kv_transfer.engine import TransferEngine
-from kv_transfer.geometry import Box, CellSize, PagedLayout, Span
-from kv_transfer.planner import packed_bytes, plan
-from kv_transfer.session import ReceiverEvent, ReceiverState, receiver_session
+from kv_transfer.geometry import Box, CellSize, Span
+from kv_transfer.incoming import Destination, Incoming
+from kv_transfer.planner import packed_bytes
 from kv_transfer.slots import SlotArena
-
-log = get_logger(__name__)
-
-
-class Destination(Protocol):
-    """Where a decode engine wants the KV of one request."""
-
-    def unpack(self, box: Box, address: int) -> None:
-        """Takes the packed `box` at `address` (form: `kv_transfer.planner`). Called from worker threads, at
-        most once per cell, possibly for several boxes at a time.
-        """
-
-
-@dataclasses.dataclass(frozen=True)
-class PagedDestination:
-    """Host memory in the form of a `PagedLayout`."""
-
-    layout: PagedLayout
-    pages: Sequence[int]
-    address: int
-
-    def unpack(self, box: Box, address: int) -> None:
-        memory.unpack(plan(self.layout, self.pages, box), address, self.address)
-
-
-@dataclasses.dataclass(frozen=True)
-class Delivery:
-    """What a committed transfer brought."""
-
-    first_token: int
-    num_bytes: int
-    # From the first receipt to the commit.
-    seconds: float
-
-
-class Incoming:
-    """One expected transfer, as its decode request sees it."""
-
-    def __init__(
-        self, receiver: Receiver, grant: common_pb2.Grant, cell: CellSize, whole: Box, destination: Destination
-    ) -> None:
-        self.grant = grant
-        self.cell = cell
-        self.destination = destination
-        self.log = receiver.log.bind(transfer=grant.transfer_id, attempt=grant.attempt)
-        self.coverage = Coverage(whole)
-        self.session = receiver_session(grant.transfer_id)
-        self.writers: set[int] = set()
-        # Set when this side wants no more: each writer is then told to stop.
-        self.stopped = asyncio.Event()
-        self.stop_reason = ""
-        self._receiver = receiver
-        self._committed: asyncio.Future[Delivery] = asyncio.get_running_loop().create_future()
-        self._committed.add_done_callback(lambda future: future.cancelled() or future.exception())
-        self._quiet = asyncio.Event()
-        self._quiet.set()
-        self._first_token: int | None = None
-        self._first_receipt: float | None = None
-        self._num_bytes = 0
-        # Boxes that have a place in the coverage and are still being verified and unpacked.
-        self._unpacking = 0
-
-    async def committed(self) -> Delivery:
-        """Waits for the commit.
-
-        Raises:
-            TransferFailed, PeerError: the transfer ended otherwise; nothing may be read.
-        """
-        return await asyncio.shield(self._committed)
-
-    async def abort(self, reason: str, deadline_seconds: float) -> None:
-        """Ends the transfer from this side and waits until every writer has closed (or the deadline passed,
-        after which lost writers' slots are in quarantine).
-        """
-        if not self.session.terminal:
-            self.session.on(ReceiverEvent.ABORT)
-            self.log.event(Event.ABORTED, reason=reason)
-            self._stop(reason, TransferFailed(f"transfer {self.grant.transfer_id} was aborted: {reason}."))
-        try:
-            async with asyncio.timeout(deadline_seconds):
-                await self._quiet.wait()
-        except TimeoutError:
-            self.log.warning("writers did not close in time", writers=sorted(self.writers))
-
-    def fail(self, error: HeadwaterError) -> None:
-        if self.session.terminal:
-            self.log.warning("error after the end of the transfer", error=str(error))
-            return
-        self.session.on(ReceiverEvent.FAIL)
-        self.log.event(Event.FAILED, error=str(error))
-        self._stop(str(error), error)
-
-    def writer_opened(self, rank: int) -> None:
-        if rank in self.writers:
-            raise StalePeer(f"transfer {self.grant.transfer_id}: rank {rank} already has a delivery open.")
-        if not self.session.terminal:
-            self.session.on(ReceiverEvent.OPEN)
-        self.writers.add(rank)
-        self._quiet.clear()
-
-    def writer_closed(self, rank: int) -> None:
-        self.writers.discard(rank)
-        if not self.writers:
-            self._quiet.set()
-            if self.session.terminal:
-                self._receiver.forget(self)
-
-    def arriving(self, box: Box) -> None:
-        """`box` is about to be verified and unpacked.
-
-        Raises:
-            ValueError: it does not belong to the transfer, or overlaps what is already there; nothing changes.
-        """
-        self.coverage.add(box)
-        self._unpacking += 1
-
-    def received(self, num_bytes: int) -> None:
-        """A box that was arriving is verified and unpacked."""
-        self._unpacking -= 1
-        if self.session.terminal:
-            return
-        self.session.on(ReceiverEvent.RECEIPT)
-        self._first_receipt = self._first_receipt or time.monotonic()
-        self._num_bytes += num_bytes
-        self._commit_when_covered()
-
-    def first_token(self, token: int) -> None:
-        self._first_token = token
-        if not self.session.terminal:
-            self._commit_when_covered()
-
-    def _commit_when_covered(self) -> None:
-        if self._first_token is None or self._first_receipt is None:
-            return
-        if self._unpacking or not self.coverage.complete:
-            return
-        self.session.on(ReceiverEvent.COMMIT)
-        seconds = time.monotonic() - self._first_receipt
-        self._committed.set_result(Delivery(self._first_token, self._num_bytes, seconds))
-        self.log.event(Event.COMMITTED, num_bytes=self._num_bytes, seconds=round(seconds, 6))
-        metrics.TRANSFERS_RECEIVED.labels(ReceiverState.COMMITTED.value).inc()
-        metrics.TRANSFER_SECONDS.observe(seconds)
-
-    def _stop(self, reason: str, error: HeadwaterError) -> None:
-        metrics.TRANSFERS_RECEIVED.labels(self.session.state.value).inc()
-        self.stop_reason = reason
-        self.stopped.set()
-        self._committed.set_exception(error)
-        if not self.writers:
-            self._receiver.forget(self)
 
 
 class Receiver:
@@ -213,7 +58,6 @@ class Receiver:
         acknowledge_seconds: float,
         stop_seconds: float,
     ) -> None:
-        self.log = log
         self._engine = engine
         self._arena = arena
         self._epoch = epoch
@@ -252,13 +96,12 @@ class Receiver:
             slot_bytes=self._arena.slot_bytes,
         )
         whole = Box(Span(0, self._layers), Span(0, self._heads), Span(0, num_tokens))
-        incoming = Incoming(self, grant, self._cell, whole, destination)
+        incoming = Incoming(grant, self._cell, whole, destination, self._forget)
         self._incoming[transfer_id] = incoming
         incoming.log.event(Event.GRANTED, num_tokens=num_tokens)
         return incoming
 
-    def forget(self, incoming: Incoming) -> None:
-        """The transfer is over and no writer is left."""
+    def _forget(self, incoming: Incoming) -> None:
         self._incoming.pop(incoming.grant.transfer_id, None)
 
     def close(self) -> None:

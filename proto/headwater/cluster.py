@@ -24,7 +24,8 @@ Name = Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_lengt
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[int, Meta(ge=1)]
 _LARGEST_PORT = 65535
-Seconds = Annotated[float, Meta(gt=0)]
+# A day is no deadline any more.
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = typing.get_args(Dtype)
 Transport = Literal["auto", "tcp", "rdma"]
@@ -111,7 +112,7 @@ class Deadlines(Struct, frozen=True, forbid_unknown_fields=True):
     # One step through the whole pipeline.
     step: Seconds = 600.0
     # One write by the transfer engine (MC_TRANSFER_TIMEOUT; Mooncake's floor is 5).
-    write: Annotated[float, Meta(ge=5)] = 30.0
+    write: Annotated[float, Meta(ge=5, le=86_400)] = 30.0
     # The receiver acknowledges a receipt, or grants a slot.
     acknowledge: Seconds = 60.0
     # Both legs of a cancelled or finished request end.
@@ -184,7 +185,7 @@ def parse_cluster(text: str) -> Cluster:
 
 def _check_names_and_addresses(cluster: Cluster) -> None:
     seen: dict[str, str] = {}
-    names: set[str] = set()
+    names: dict[str, str] = {}
     sections: list[tuple[str, Router | Prefill | Decode]] = [
         ("router", cluster.router),
         *(("prefill", group) for group in cluster.prefill),
@@ -192,8 +193,11 @@ def _check_names_and_addresses(cluster: Cluster) -> None:
     ]
     for role, section in sections:
         if section.name in names:
-            raise InvalidConfig(f"two sections are named {section.name!r}; give each its own name.")
-        names.add(section.name)
+            raise InvalidConfig(
+                f"{role} {section.name}: name {section.name!r} is also used by a {names[section.name]} section; "
+                "give each its own name."
+            )
+        names[section.name] = role
         port = int(section.address.rpartition(":")[2])
         if port > _LARGEST_PORT:
             raise InvalidConfig(
@@ -225,14 +229,30 @@ def _check_prefill(group: Prefill) -> None:
         )
 
 
+# What msgspec says, and how a person who writes TOML would.
+_TOML_WORDS = (
+    (r"^object missing required field", "missing required key"),
+    (r"^object contains unknown field", "unknown key"),
+    (r"^expected `str` matching regex .*", "wrong form"),
+    (r"^invalid enum value '(.*)'$", r'"\1" is not allowed'),
+    (r" \| null`", "`"),
+    ("`object`", "`table`"),
+    ("`str`", "`string`"),
+    ("`bool`", "`boolean`"),
+    ("`int`", "`integer`"),
+)
+
+
 def _explain(message: str) -> str:
-    """Msgspec's message with the key in TOML's notation and what the key allows."""
+    """msgspec's message with the key and the words of TOML, and what the key allows."""
     match = re.fullmatch(r"(.*?)(?: - at `(\$[^`]*)`)?", message, re.DOTALL)
     what, where = (match.group(1), match.group(2) or "$") if match else (message, "$")
+    what = what[:1].lower() + what[1:]
+    for pattern, words in _TOML_WORDS:
+        what = re.sub(pattern, words, what, flags=re.DOTALL)
     key = where.removeprefix("$").removeprefix(".") or "the top level"
-    kind = _type_at(where)
-    allowed = _allowed(kind)
-    return f"{key}: {what[:1].lower()}{what[1:]}.{f' Allowed: {allowed}.' if allowed else ''}"
+    allowed = _allowed(_type_at(where))
+    return f"{key}: {what}.{f' Allowed: {allowed}.' if allowed else ''}"
 
 
 def _strip(kind: Any) -> Any:
@@ -263,6 +283,8 @@ def _allowed(kind: Any) -> str:
     kind = _strip(kind)
     if typing.get_origin(kind) is Literal:
         return ", ".join(f'"{value}"' for value in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple and (section := _strip(typing.get_args(kind)[0])) in (Prefill, Decode):
+        return f"any number of [[{section.__name__.lower()}]] sections"
     if isinstance(kind, type) and issubclass(kind, Struct):
         return ", ".join(kind.__struct_fields__)
     return ""

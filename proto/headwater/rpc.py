@@ -26,6 +26,10 @@ log = get_logger(__name__)
 # A prompt of a million token ids is 4 MB packed; room for eight of them.
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 
+# gRPC drops a status whose headers exceed 8 KB, and a byte outside of ASCII takes three there.
+_LONGEST_MESSAGE_BYTES = 2048
+_CUT = " … (cut; the rest is in the log of the process that failed)"
+
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -56,7 +60,19 @@ def open_channel(address: str) -> grpc.aio.Channel:
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: HeadwaterError) -> None:
-    await context.abort(error.code, str(error), ((ERROR_CLASS_KEY, type(error).__name__),))
+    await context.abort(error.code, _sendable(str(error)), ((ERROR_CLASS_KEY, type(error).__name__),))
+
+
+def _sendable(message: str) -> str:
+    """As much of a message as a status can carry; what is cut is logged.
+
+    A longer status is dropped as a whole, class and all, and the client sees RESOURCE_EXHAUSTED.
+    """
+    encoded = message.encode("utf-8", errors="replace")
+    if len(encoded) > _LONGEST_MESSAGE_BYTES:
+        log.error("an error's message is too long to be sent whole", error=message)
+        return encoded[:_LONGEST_MESSAGE_BYTES].decode("utf-8", errors="ignore") + _CUT
+    return encoded.decode("utf-8")
 
 
 def _unary(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:

@@ -7,13 +7,14 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from pathlib import Path
 
 import tokenizers
 import tokenizers.decoders
 import tokenizers.models
 import tokenizers.pre_tokenizers
-import tokenizers.trainers
 
+import router
 from headwater.cluster import Cluster, parse_cluster
 from headwater.rpc import Server
 from headwater.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, router_pb2
@@ -27,6 +28,7 @@ DecodeScript = Callable[[decode_pb2.DecodeRequest], AsyncGenerator[decode_pb2.De
 
 CHUNK_TOKENS = 4
 CONTEXT_TOKENS = 64
+VOCABULARY_SIZE = 300
 EOS_TEXT = "<|end|>"
 # Ends every wait that should have ended long before.
 PATIENCE_SECONDS = 30
@@ -40,17 +42,41 @@ CHAT_TEMPLATE = (
 
 @functools.cache
 def tiny_tokenizer() -> tokenizers.Tokenizer:
-    """Byte-level BPE with 300 tokens, of which id 0 is the end of sequence."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    """Byte-level BPE with 300 tokens: id 0 ends a sequence, then every byte, then every beginning of some words.
+
+    Written out rather than trained, so that ids do not depend on the version of `tokenizers`. The beginnings of
+    "漢" and "😀" are tokens that are no whole character.
+    """
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary = {EOS_TEXT: 0}
+    for symbol in sorted(byte_level.alphabet()):
+        vocabulary[symbol] = len(vocabulary)
+    merges: list[tuple[str, str]] = []
+    for word in (
+        "the",
+        " the",
+        " quick",
+        " brown",
+        " fox",
+        " jumps",
+        " over",
+        " lazy",
+        " dog",
+        "漢",
+        "😀",
+        "字",
+        "and",
+    ):
+        ((symbols, _),) = byte_level.pre_tokenize_str(word)
+        for end in range(2, len(symbols) + 1):
+            if symbols[:end] not in vocabulary:
+                merges.append((symbols[: end - 1], symbols[end - 1]))
+                vocabulary[symbols[:end]] = len(vocabulary)
+    assert len(vocabulary) == VOCABULARY_SIZE, len(vocabulary)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        show_progress=False,
-        special_tokens=[EOS_TEXT],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog, the fox 漢字 😀😀 漢字"] * 4, trainer)
+    tokenizer.add_special_tokens([EOS_TEXT])
     return tokenizer
 
 
@@ -76,7 +102,7 @@ def tiny_geometry(**changes: str | int) -> common_pb2.Geometry:
         value_size=8,
         dtype="float32",
         page_size=4,
-        vocab_size=300,
+        vocab_size=VOCABULARY_SIZE,
         max_context_tokens=CONTEXT_TOKENS,
     )
     for field, value in changes.items():
@@ -111,7 +137,6 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
         # The first token and the KV have left.
         self.delivered = asyncio.Event()
         self.cancelled = asyncio.Event()
-        self.described = asyncio.Event()
 
     async def Prefill(  # noqa: N802 - gRPC's name
         self, request: prefill_pb2.PrefillRequest, context: object
@@ -128,7 +153,6 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
     async def DescribePrefill(  # noqa: N802
         self, request: prefill_pb2.DescribePrefillRequest, context: object
     ) -> prefill_pb2.DescribePrefillResponse:
-        self.described.set()
         return self.description
 
     async def run(self, request: prefill_pb2.PrefillRequest) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
@@ -219,6 +243,7 @@ class Rig:
     """A router, one fake group of each role, and a client."""
 
     client: Client
+    address: str
     prefill: FakePrefill
     decode: FakeDecode
     prefill_server: Server
@@ -227,6 +252,13 @@ class Rig:
     async def answer(self, request: router_pb2.GenerateRequest) -> list[router_pb2.GenerateResponse]:
         async with contextlib.aclosing(self.client.generate(request)) as responses:
             return [response async for response in responses]
+
+
+def router_tasks() -> list[asyncio.Task[object]]:
+    """Tasks of this loop whose coroutine is defined in the `router` package."""
+    package = str(Path(router.__file__).parent)
+    codes = [(task, getattr(task.get_coro(), "cr_code", None)) for task in asyncio.all_tasks()]
+    return [task for task, code in codes if code is not None and code.co_filename.startswith(package)]
 
 
 def cluster_of(prefill_address: str, decode_address: str, reply_seconds: float) -> Cluster:
@@ -272,12 +304,11 @@ async def rig(
     try:
         async with asyncio.timeout(PATIENCE_SECONDS), running_router(cluster, tiny_model()) as address:
             async with Client(address) as client:
-                yield Rig(client, prefill, decode, prefill_server, decode_server)
+                yield Rig(client, address, prefill, decode, prefill_server, decode_server)
     finally:
         await prefill_server.stop(0)
         await decode_server.stop(0)
-    left = [task for task in asyncio.all_tasks() if "/router/" in str(task.get_coro()) and not task.done()]
-    assert left == [asyncio.current_task()] or not left
+    assert router_tasks() == []
 
 
 def text_request(text: str = "the quick brown fox jumps", max_tokens: int = 4) -> router_pb2.GenerateRequest:

@@ -38,6 +38,12 @@ def test_any_tokens_give_the_whole_text(tokens: list[int]) -> None:
     assert not stopped
 
 
+@given(ANY_TOKENS, STOPS)
+def test_any_tokens_are_cut_before_the_first_stop_string(tokens: list[int], stop: list[str]) -> None:
+    pieces, rest, _ = pushed(tokens, stop)
+    assert "".join(pieces) + rest == cut(tiny_tokenizer().decode(tokens, skip_special_tokens=True), stop)
+
+
 @given(TEXTS, STOPS)
 def test_text_is_cut_before_the_first_stop_string(text: str, stop: list[str]) -> None:
     pieces, rest, stopped = pushed(tiny_tokenizer().encode(text).ids, stop)

@@ -8,9 +8,12 @@ from typing import Self
 
 import grpc
 
+from headwater.cluster import Deadlines
 from headwater.errors import from_rpc_error
 from headwater.rpc import open_channel
 from headwater.v1 import router_pb2, router_pb2_grpc
+
+_STATUS_SECONDS = Deadlines().reply
 
 
 class Client:
@@ -49,6 +52,6 @@ class Client:
     async def status(self) -> router_pb2.StatusResponse:
         """What the router knows of its groups."""
         try:
-            return await self._stub.Status(router_pb2.StatusRequest())
+            return await self._stub.Status(router_pb2.StatusRequest(), timeout=_STATUS_SECONDS)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._peer) from error

@@ -105,7 +105,7 @@ def test_every_class_and_message_comes_back(call: str) -> None:
 
 @pytest.mark.parametrize("letter", ["a", "漢", "\n"])
 def test_long_message_is_shortened_and_keeps_its_class(letter: str) -> None:
-    """gRPC drops a status whose headers are too long, and reports RESOURCE_EXHAUSTED instead."""
+    """GRPC drops a status whose headers are too long, and reports RESOURCE_EXHAUSTED instead."""
     seen = asyncio.run(raised_by("unary", errors.TransferFailed(letter * 20_000)))
     back = from_rpc_error(seen, "p0 at h:1")
     assert type(back) is errors.TransferFailed

@@ -157,6 +157,8 @@ def load_cluster(path: Path, dtype: str | None = None) -> Cluster:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise InvalidConfig(f"cannot read the cluster file {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise InvalidConfig(f"cannot read the cluster file {path}: it is not UTF-8 text.") from error
     try:
         cluster = parse_cluster(text)
         if dtype is None:
@@ -244,7 +246,7 @@ _TOML_WORDS = (
 
 
 def _explain(message: str) -> str:
-    """msgspec's message with the key and the words of TOML, and what the key allows."""
+    """Msgspec's message with the key and the words of TOML, and what the key allows."""
     match = re.fullmatch(r"(.*?)(?: - at `(\$[^`]*)`)?", message, re.DOTALL)
     what, where = (match.group(1), match.group(2) or "$") if match else (message, "$")
     what = what[:1].lower() + what[1:]

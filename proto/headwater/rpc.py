@@ -7,18 +7,17 @@ only raises `HeadwaterError`s; it never calls `context.abort` itself.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from headwater.errors import ERROR_CLASS_KEY, HeadwaterError, InvalidConfig
+from headwater.health import Health
 from headwater.lifecycle import get_logger
 
 log = get_logger(__name__)
@@ -85,18 +84,11 @@ def _unary(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, An
     return call
 
 
-def _streaming(
-    behaviour: Callable[[Any, Any], AsyncGenerator[Any, None] | Awaitable[None]],
-) -> Callable[[Any, Any], Awaitable[None]]:
+def _streaming(behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Callable[[Any, Any], Awaitable[None]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:
-            responses = behaviour(request, context)
-            if inspect.isawaitable(responses):
-                # grpc's own health servicer writes to the context instead.
-                await responses
-                return
             # Closed here and now when the call is cancelled, not whenever the generator is collected.
-            async with contextlib.aclosing(responses):
+            async with contextlib.aclosing(behaviour(request, context)) as responses:
                 async for response in responses:
                     await context.write(response)
         except HeadwaterError as error:
@@ -140,7 +132,7 @@ class Server:
     def __init__(self, address: str, services: Iterable[str]) -> None:
         self._services = list(services)
         self._server = grpc.aio.server(interceptors=[_ErrorInterceptor()], options=SERVER_OPTIONS)
-        self._health = health_aio.HealthServicer()
+        self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [*self._services, "grpc.health.v1.Health", reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
@@ -162,19 +154,16 @@ class Server:
 
     async def set_serving(self, *, serving: bool) -> None:
         """Sets grpc.health.v1 for the server ("") and each of its services."""
-        state = health_pb2.HealthCheckResponse
-        status = state.SERVING if serving else state.NOT_SERVING
         for name in ["", *self._services]:
-            await self._health.set(name, status)
+            self._health.set(name, serving=serving)
 
     async def set_health(self, name: str, *, serving: bool) -> None:
         """Sets grpc.health.v1 for a name that is not one of the services."""
-        state = health_pb2.HealthCheckResponse
-        await self._health.set(name, state.SERVING if serving else state.NOT_SERVING)
+        self._health.set(name, serving=serving)
 
     async def stop(self, grace_seconds: float) -> None:
         """NOT_SERVING first, then no new calls; running calls get `grace_seconds` to end."""
-        await self.set_serving(serving=False)
+        self._health.end()
         await self._server.stop(grace_seconds)
 
 

@@ -188,8 +188,9 @@ def test_s23_prefill_refuses_and_decode_is_released() -> None:
         async with rig(ANSWER) as it:
 
             async def refuse(request: prefill_pb2.PrefillRequest) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-                raise CapacityError("p0 is full")
-                yield
+                if request.token_ids:
+                    raise CapacityError("p0 is full")
+                yield prefill_pb2.PrefillResponse()
 
             it.prefill.script = refuse
             with pytest.raises(CapacityError, match="p0 is full"):

@@ -75,7 +75,7 @@ def test_port_must_be_known() -> None:
         place(cluster, FILE)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "[::1]", "0.0.0.0"])  # noqa: S104
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "[::1]", "0.0.0.0"])
 def test_loopback_is_here(host: str) -> None:
     assert is_local(host)
 

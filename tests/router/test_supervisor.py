@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -41,14 +42,13 @@ elif how == "die":
 elif how == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
-    print("started", child.pid, flush=True)
+    with open(rest[0], "w") as started:
+        print(child.pid, file=started)
     signal.pause()
 """
 
 
 def free_address() -> str:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
@@ -112,18 +112,15 @@ def test_server_that_does_not_become_ready_is_named(tmp_path: Path) -> None:
 
 
 def test_child_that_ignores_sigterm_is_killed_with_its_own_children(tmp_path: Path) -> None:
-    supervisor = supervise([Placed("deaf", "prefill", ("stubborn",), None)], None, stop_seconds=0)
-    with subprocess.Popen(["true"]):
-        pass
+    started = tmp_path / "started"
+    os.mkfifo(started)
+    supervisor = supervise([Placed("deaf", "prefill", ("stubborn", str(started)), None)], tmp_path, stop_seconds=0)
     supervisor.start()
     child = supervisor.children["deaf"]
-    while not (grandchildren := psutil.Process(child.pid).children()):
-        os.sched_yield()
-    report = supervisor.stop()
-    assert len(report) == 1
-    assert "deaf did not end" in report[0]
-    psutil.wait_procs(grandchildren, timeout=PATIENCE_SECONDS)
-    assert not any(process.is_running() for process in grandchildren)
+    grandchild = psutil.Process(int(started.read_text()))
+    (report,) = supervisor.stop()
+    assert report == f"deaf did not end within 0 s of SIGTERM; killed: [{child.pid}, {grandchild.pid}]"
+    assert psutil.wait_procs([grandchild], timeout=PATIENCE_SECONDS)[1] == []
     assert not psutil.pid_exists(child.pid)
 
 

@@ -76,6 +76,7 @@ def test_incomplete_character_at_the_end_is_shown_by_finish() -> None:
 
 def test_special_tokens_show_nothing() -> None:
     eos = tiny_tokenizer().token_to_id(EOS_TEXT)
+    assert eos is not None
     fox = tiny_tokenizer().encode("fox").ids
     pieces, rest, _ = pushed([eos, *fox, eos, 5000])
     assert "".join(pieces) + rest == "fox"

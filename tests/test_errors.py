@@ -69,12 +69,13 @@ async def raised_by(call: str, error: Exception) -> grpc.RpcError:
             if call == "unary":
                 await prefill.DescribePrefill(prefill_pb2.DescribePrefillRequest())
                 raise AssertionError
+            responses: AsyncIterator[object]
             if call == "server stream":
-                responses = prefill.Prefill(prefill_pb2.PrefillRequest())
+                responses = aiter(prefill.Prefill(prefill_pb2.PrefillRequest()))
             else:
-                responses = transfer_pb2_grpc.TransferServiceStub(channel).Deliver(iter(()))
+                responses = aiter(transfer_pb2_grpc.TransferServiceStub(channel).Deliver(iter(())))
             with contextlib.suppress(StopAsyncIteration):
-                await anext(aiter(responses))
+                await anext(responses)
             async for _ in responses:
                 pass
             raise AssertionError

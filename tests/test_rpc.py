@@ -23,20 +23,42 @@ SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 PATIENCE_SECONDS = 30
 
 
+class Endless(prefill_pb2_grpc.PrefillServiceServicer):
+    """Answers without end; says when it was made to stop."""
+
+    def __init__(self) -> None:
+        self.closed = asyncio.Event()
+
+    async def Prefill(  # noqa: N802 - gRPC's name
+        self, request: prefill_pb2.PrefillRequest, context: object
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        try:
+            while True:
+                yield prefill_pb2.PrefillResponse()
+        finally:
+            self.closed.set()
+
+    async def DescribePrefill(  # noqa: N802
+        self, request: prefill_pb2.DescribePrefillRequest, context: object
+    ) -> prefill_pb2.DescribePrefillResponse:
+        return prefill_pb2.DescribePrefillResponse()
+
+
 @contextlib.asynccontextmanager
-async def started(servicer: prefill_pb2_grpc.PrefillServiceServicer) -> AsyncIterator[Server]:
+async def started(servicer: Endless) -> AsyncIterator[Server]:
     server = Server("127.0.0.1:0", [SERVICE])
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server.grpc_server)
     async with asyncio.timeout(PATIENCE_SECONDS):
         await server.start()
-        yield server
-        await server.stop(0)
+        try:
+            yield server
+        finally:
+            await server.stop(0)
 
 
 def test_health_starts_as_not_serving_and_is_watched() -> None:
     async def run() -> None:
-        servicer = prefill_pb2_grpc.PrefillServiceServicer()
-        async with started(servicer) as server, open_channel(server.address) as channel:
+        async with started(Endless()) as server, open_channel(server.address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             for service in ("", SERVICE):
                 assert (await health.Check(health_pb2.HealthCheckRequest(service=service))).status == NOT_SERVING
@@ -52,8 +74,7 @@ def test_health_starts_as_not_serving_and_is_watched() -> None:
 
 def test_watcher_that_leaves_takes_no_other_with_it() -> None:
     async def run() -> None:
-        servicer = prefill_pb2_grpc.PrefillServiceServicer()
-        async with started(servicer) as server, open_channel(server.address) as channel:
+        async with started(Endless()) as server, open_channel(server.address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             calls = [health.Watch(health_pb2.HealthCheckRequest(service="p0")) for _ in range(2)]
             left, stays = [aiter(call) for call in calls]
@@ -68,8 +89,7 @@ def test_watcher_that_leaves_takes_no_other_with_it() -> None:
 
 def test_stopping_tells_watchers_and_does_not_wait_for_them() -> None:
     async def run() -> None:
-        servicer = prefill_pb2_grpc.PrefillServiceServicer()
-        async with started(servicer) as server, open_channel(server.address) as channel:
+        async with started(Endless()) as server, open_channel(server.address) as channel:
             await server.set_serving(serving=True)
             await server.set_health("p0", serving=True)
             health = health_pb2_grpc.HealthStub(channel)
@@ -86,8 +106,7 @@ def test_stopping_tells_watchers_and_does_not_wait_for_them() -> None:
 
 def test_check_of_an_unknown_service_is_not_found() -> None:
     async def run() -> None:
-        servicer = prefill_pb2_grpc.PrefillServiceServicer()
-        async with started(servicer) as server, open_channel(server.address) as channel:
+        async with started(Endless()) as server, open_channel(server.address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="p0"))
             assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -97,8 +116,7 @@ def test_check_of_an_unknown_service_is_not_found() -> None:
 
 def test_reflection_lists_the_services() -> None:
     async def run() -> None:
-        servicer = prefill_pb2_grpc.PrefillServiceServicer()
-        async with started(servicer) as server, open_channel(server.address) as channel:
+        async with started(Endless()) as server, open_channel(server.address) as channel:
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
             request = reflection_pb2.ServerReflectionRequest(list_services="")
             (answer,) = [one async for one in stub.ServerReflectionInfo(iter([request]))]
@@ -109,21 +127,8 @@ def test_reflection_lists_the_services() -> None:
 
 
 def test_generator_is_closed_when_its_client_leaves() -> None:
-    class Waiting(prefill_pb2_grpc.PrefillServiceServicer):
-        def __init__(self) -> None:
-            self.closed = asyncio.Event()
-
-        async def Prefill(  # noqa: N802 - gRPC's name
-            self, request: prefill_pb2.PrefillRequest, context: object
-        ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-            try:
-                while True:
-                    yield prefill_pb2.PrefillResponse()
-            finally:
-                self.closed.set()
-
     async def run() -> None:
-        servicer = Waiting()
+        servicer = Endless()
         async with started(servicer) as server, open_channel(server.address) as channel:
             call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(prefill_pb2.PrefillRequest())
             await anext(aiter(call))

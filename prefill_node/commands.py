@@ -27,15 +27,20 @@ def add_commands(subparsers: Subparsers) -> None:
     serve.set_defaults(run=_serve)
 
     worker = roles.add_parser("worker", help="run one rank, on a host that the leader is not on")
-    worker.add_argument("--leader", required=True, metavar="HOST:PORT", help="where the group's leader listens")
-    worker.add_argument("--rank", required=True, type=int, help="rank in the group: stage * tp + tensor rank")
-    worker.add_argument("--host", help="this host's address as the other ranks reach it")
+    add_worker_arguments(worker)
     worker.set_defaults(run=_worker)
 
     convert = subparsers.add_parser("import-model", help="turn a GGUF file into a safetensors folder")
     convert.add_argument("gguf", type=Path, help="the GGUF file")
     convert.add_argument("folder", type=Path, help="the folder to make")
     convert.set_defaults(run=_import_model)
+
+
+def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a worker must be told: by an operator, or by the leader that starts it."""
+    parser.add_argument("--leader", required=True, metavar="HOST:PORT", help="where the group's leader listens")
+    parser.add_argument("--rank", required=True, type=int, help="rank in the group: stage * tp + tensor rank")
+    parser.add_argument("--host", help="this host's address as the other ranks reach it (default: the leader's host)")
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.cluster import Cluster, Prefill
+from headwater.errors import UnsupportedModel
 from headwater.lifecycle import get_logger
 from headwater.rpc import Server
 from headwater.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -100,12 +101,17 @@ async def serve(cluster: Cluster, name: str) -> int:
     """Runs the leader of group `name` until SIGTERM or SIGINT. Returns the exit code.
 
     Raises:
-        InvalidConfig, ModelFolderError: before anything is started.
+        InvalidConfig, ModelFolderError, UnsupportedModel: before anything is started.
         PeerUnavailable, DeadlinePassed: the workers did not come up; everything started is stopped again.
     """
     group = cluster.prefill_named(name)
     folder = read_model_folder(Path(cluster.model.path))
     check_parallel(folder, group.pp, group.tp)
+    if folder.has_latent_kv:
+        raise UnsupportedModel(
+            f"{folder.architecture} caches a latent (MLA), which chunked prefill does not compute yet; "
+            "serve a model that caches keys and values."
+        )
     configs = worker_configs(cluster, group, folder, epoch=secrets.token_hex(8))
     world_size = len(configs)
     leader = Leader(

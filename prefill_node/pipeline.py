@@ -125,11 +125,6 @@ class Pipeline:
         self._sends: collections.deque[tuple[dist.Work, torch.Tensor]] = collections.deque()
         self._receives: collections.deque[tuple[dist.Work, torch.Tensor]] = collections.deque()
 
-    @property
-    def posted(self) -> int:
-        """Receives posted and not yet taken."""
-        return len(self._receives)
-
     def post(self, num_tokens: int) -> None:
         """Posts the receive of the next step's hidden states. No-op on the first stage."""
         if self._place.previous is None:

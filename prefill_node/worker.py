@@ -28,6 +28,7 @@ from kv_transfer.mooncake import MooncakeEngine
 from kv_transfer.sender import SEGMENT_BYTES, Sender
 from kv_transfer.slots import SlotArena
 from prefill_node import worker_metrics as metrics
+from prefill_node.commands import add_worker_arguments
 from prefill_node.control import Control
 from prefill_node.deliveries import Deliveries
 from prefill_node.kv_pool import DTYPES, KvPool, PlacedChunk
@@ -47,7 +48,6 @@ class _Running:
 
     pages: list[int]
     sampling: common_pb2.SamplingParams
-    num_tokens: int
 
 
 class StepRunner:
@@ -73,7 +73,7 @@ class StepRunner:
         self._requests: dict[str, _Running] = {}
 
     def open(self, request: worker_pb2.OpenRequest) -> None:
-        self._requests[request.request_id] = _Running(list(request.pages), request.sampling, request.num_tokens)
+        self._requests[request.request_id] = _Running(list(request.pages), request.sampling)
 
     def close(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
@@ -201,7 +201,7 @@ class Worker:
         )
         if config.HasField("core"):
             os.sched_setaffinity(0, {config.core})
-        _warm_up(place, stage, pool, config)
+        _warm_up(place, stage, pool)
         ready = worker_pb2.Ready(
             parameter_bytes=stage.parameter_bytes,
             num_parameters=stage.num_parameters,
@@ -270,7 +270,7 @@ class Worker:
                 return
 
 
-def _warm_up(place: Place, stage: Stage, pool: KvPool, config: worker_pb2.WorkerConfig) -> None:
+def _warm_up(place: Place, stage: Stage, pool: KvPool) -> None:
     """Two small chunks of a made-up request: finds what the model needs and this service lacks before any
     request does, and lets libraries set themselves up. The pages are free, so what it writes is never read.
     """
@@ -290,12 +290,6 @@ def _warm_up(place: Place, stage: Stage, pool: KvPool, config: worker_pb2.Worker
         stage.forward(source, positions, pool, [chunk], [half - 1] if start else [])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--leader", required=True, metavar="HOST:PORT", help="where the group's leader listens")
-    parser.add_argument("--rank", required=True, type=int, help="rank in the group: stage * tp + tensor rank")
-    parser.add_argument("--host", help="this host's address as the other ranks reach it (default: the leader's host)")
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Runs one rank until the leader shuts it down. Returns the exit code."""
     host = arguments.host or arguments.leader.rpartition(":")[0]
@@ -310,7 +304,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="headwater prefill worker", description=__doc__)
-    add_arguments(parser)
+    add_worker_arguments(parser)
     return run(parser.parse_args())
 
 

@@ -71,6 +71,16 @@ def test_an_unknown_model_folder(tmp_path: Path) -> None:
     assert f"no model folder {tmp_path / 'nowhere'}" in serve(tmp_path / "nowhere", tmp_path)
 
 
+def test_a_model_that_caches_a_latent(tiny: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    subprocess.run(["cp", "-r", str(tiny), str(model)], check=True)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps(config | {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 12})
+    )
+    assert "caches a latent (MLA)" in serve(model, tmp_path)
+
+
 def test_tp_that_does_not_divide_the_heads_says_which_would(tmp_path: Path) -> None:
     message = serve(model_folder(), tmp_path, tp=2)
     assert "1, 3" in message or "1 or 3" in message

@@ -352,7 +352,7 @@ class WorkerConfig(_message.Message):
     core: _builtins.int
     """Core to pin the compute thread to; absent: not pinned."""
     chunk_tokens: _builtins.int
-    """Tokens of a full step, for the warm-up and for sizing buffers."""
+    """Tokens of a full step."""
     transport: _builtins.str
     send_buffer_bytes: _builtins.int
     log_level: _builtins.str

@@ -38,17 +38,51 @@ class Coverage:
         Raises:
             ValueError: it lies outside the whole, or overlaps what has arrived; nothing changes.
         """
-        whole = self.whole
-        if not (
-            whole.layers.contains(box.layers) and whole.heads.contains(box.heads) and whole.tokens.contains(box.tokens)
-        ):
-            raise ValueError(f"{box} lies outside {whole}")
+        if not self.whole.contains(box):
+            raise ValueError(f"{box} lies outside {self.whole}")
         for (layers, heads), spans in self._spans.items():
             if layers.overlaps(box.layers) and heads.overlaps(box.heads) and _overlaps(spans, box.tokens):
                 raise ValueError(f"{box} overlaps what has already arrived")
         spans = self._spans.setdefault((box.layers, box.heads), [])
         _insert(spans, box.tokens)
         self._volume += box.volume
+
+    def prefix(self) -> int:
+        """The largest n such that every (layer, head) has all tokens before n."""
+        whole = self.whole
+        layers = sorted({whole.layers.start, *(edge for group, _ in self._spans for edge in (group.start, group.end))})
+        heads = sorted({whole.heads.start, *(edge for _, group in self._spans for edge in (group.start, group.end))})
+        # Every combination of edges stands for a rectangle of (layer, head) that has one history.
+        return min(
+            self._prefix_at(layer, head)
+            for layer in layers
+            if layer < whole.layers.end
+            for head in heads
+            if head < whole.heads.end
+        )
+
+    def _prefix_at(self, layer: int, head: int) -> int:
+        here = [
+            span
+            for (layers, heads), spans in self._spans.items()
+            if layers.start <= layer < layers.end and heads.start <= head < heads.end
+            for span in spans
+        ]
+        reached = self.whole.tokens.start
+        for start, end in sorted(here):
+            if start != reached:
+                break
+            reached = end
+        return reached
+
+    def cut(self, end: int) -> None:
+        """Forgets whatever lies at or beyond token `end`, which `prefix` must reach."""
+        if end > self.prefix():
+            raise ValueError(f"tokens before {end} have not all arrived")
+        self._volume = 0
+        self._spans = {}
+        if end > self.whole.tokens.start:
+            self.add(Box(self.whole.layers, self.whole.heads, Span(self.whole.tokens.start, end)))
 
 
 def _overlaps(spans: list[tuple[int, int]], tokens: Span) -> bool:

@@ -16,7 +16,7 @@ from kv_transfer.model_folder import ModelFolder, resolve_dtype
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-# Fields of Geometry that two groups must share; the copy planner converts the rest.
+# Fields of Geometry that two groups must share; planner and wire format convert the rest.
 CONTRACT_FIELDS = (
     "model_fingerprint",
     "weights_fingerprint",
@@ -25,7 +25,6 @@ CONTRACT_FIELDS = (
     "num_kv_heads",
     "key_size",
     "value_size",
-    "dtype",
 )
 
 
@@ -49,6 +48,9 @@ class Span:
     def overlaps(self, other: Span) -> bool:
         return self.start < other.end and other.start < self.end
 
+    def intersection(self, other: Span) -> Span | None:
+        return Span(max(self.start, other.start), min(self.end, other.end)) if self.overlaps(other) else None
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Box:
@@ -62,6 +64,13 @@ class Box:
     def volume(self) -> int:
         """Number of (layer, head, token) cells."""
         return len(self.layers) * len(self.heads) * len(self.tokens)
+
+    def contains(self, other: Box) -> bool:
+        return (
+            self.layers.contains(other.layers)
+            and self.heads.contains(other.heads)
+            and self.tokens.contains(other.tokens)
+        )
 
     def to_proto(self) -> common_pb2.KvBox:
         return common_pb2.KvBox(
@@ -145,8 +154,38 @@ class PagedLayout:
         return runs
 
 
-def geometry_of(folder: ModelFolder, model: Model, page_size: int) -> common_pb2.Geometry:
-    """The KV contract of a group that serves `folder` with pages of `page_size` tokens."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadShare:
+    """Key/value heads of one tensor-parallel rank. Ranks with equal heads are replicas of each other."""
+
+    heads: Span
+    replica: int
+    num_replicas: int
+
+
+def head_share(num_kv_heads: int, tp: int, tensor_rank: int) -> HeadShare:
+    """How tensor parallelism spreads key/value heads: equal shares, or equal numbers of replicas of each head
+    where there are more ranks than heads. MLA's one latent is a single head, which every rank replicates.
+
+    Raises:
+        ValueError: neither number divides the other.
+    """
+    if num_kv_heads % tp == 0:
+        share = num_kv_heads // tp
+        return HeadShare(Span(tensor_rank * share, (tensor_rank + 1) * share), 0, 1)
+    if tp % num_kv_heads == 0:
+        replicas = tp // num_kv_heads
+        head = tensor_rank // replicas
+        return HeadShare(Span(head, head + 1), tensor_rank % replicas, replicas)
+    raise ValueError(f"{num_kv_heads} key/value heads cannot be spread over {tp} tensor-parallel ranks")
+
+
+def geometry_of(folder: ModelFolder, model: Model, page_size: int, dtype: str | None = None) -> common_pb2.Geometry:
+    """The KV contract of a group that serves `folder` with pages of `page_size` tokens.
+
+    Args:
+        dtype: of the group, if it has one of its own.
+    """
     return common_pb2.Geometry(
         model_fingerprint=folder.model_fingerprint,
         weights_fingerprint=folder.weights_fingerprint,
@@ -155,7 +194,7 @@ def geometry_of(folder: ModelFolder, model: Model, page_size: int) -> common_pb2
         num_kv_heads=folder.num_kv_heads,
         key_size=folder.key_size,
         value_size=folder.value_size,
-        dtype=resolve_dtype(model.dtype),
+        dtype=resolve_dtype(dtype or model.dtype),
         page_size=page_size,
         vocab_size=folder.vocab_size,
         max_context_tokens=model.max_context_tokens or folder.max_context_tokens,
@@ -169,5 +208,11 @@ def check_contract(source: common_pb2.Geometry, destination: common_pb2.Geometry
         if theirs != ours:
             raise GeometryMismatch(
                 f"prefill and decode do not serve the same KV: {field} is {theirs} in prefill and {ours} in decode. "
-                "Start both groups from the same model folder with the same dtype."
+                "Start both groups from the same model folder."
+            )
+    for side, geometry in (("prefill", source), ("decode", destination)):
+        if geometry.dtype not in ITEM_SIZES:
+            raise GeometryMismatch(
+                f"the KV of {side} is of dtype {geometry.dtype!r}, which cannot be converted; "
+                f"use one of {', '.join(ITEM_SIZES)}."
             )

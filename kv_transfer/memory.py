@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,19 +15,26 @@ import xxhash
 
 from kv_transfer.planner import Copy
 
+# Addresses that a writer may know and that must not become somebody else's.
+_RETIRED: list[HostBuffer] = []
+
 
 class HostBuffer:
-    """Page-aligned anonymous memory, given back by `close`."""
+    """Page-aligned anonymous memory. Goes with its last reference, unless it is retired."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._map = mmap.mmap(-1, num_bytes)
-        self._export: ctypes.Array[ctypes.c_char] | None = (ctypes.c_char * num_bytes).from_buffer(self._map)
+        self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._export = (ctypes.c_char * num_bytes).from_buffer(self._map)
         self.address = ctypes.addressof(self._export)
 
-    def close(self) -> None:
-        self._export = None
-        self._map.close()
+    def give_back_memory(self) -> None:
+        """Returns the memory to the system, zeroed, and keeps the addresses."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    def retire(self) -> None:
+        """Keeps the addresses for the rest of the process's life: nobody is ever given them again."""
+        _RETIRED.append(self)
 
 
 def view(address: int, num_bytes: int) -> memoryview:
@@ -40,12 +47,29 @@ def digest(address: int, num_bytes: int) -> bytes:
     return xxhash.xxh3_128_digest(view(address, num_bytes))
 
 
+class Digest:
+    """xxh3-128 of pieces of memory, as if they lay one after the other."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def add(self, address: int, length: int, rows: int = 1, stride: int = 0) -> None:
+        """`rows` pieces of `length` bytes, `stride` apart."""
+        if rows == 1:
+            self._state.update(view(address, length))
+        else:
+            self._state.update(_rows(address, rows, length, stride).tobytes())
+
+    def value(self) -> bytes:
+        return self._state.digest()
+
+
 def _rows(address: int, rows: int, length: int, stride: int) -> npt.NDArray[np.uint8]:
     flat = np.frombuffer(view(address, (rows - 1) * stride + length), dtype=np.uint8)
     return np.lib.stride_tricks.as_strided(flat, (rows, length), (stride, 1))
 
 
-def pack(copies: Sequence[Copy], paged_address: int, packed_address: int) -> None:
+def pack(copies: Iterable[Copy], paged_address: int, packed_address: int) -> None:
     """Pool → packed box."""
     for copy in copies:
         source, target = paged_address + copy.paged, packed_address + copy.packed
@@ -56,7 +80,7 @@ def pack(copies: Sequence[Copy], paged_address: int, packed_address: int) -> Non
             np.copyto(_rows(target, copy.rows, copy.length, copy.length), rows)
 
 
-def unpack(copies: Sequence[Copy], packed_address: int, paged_address: int) -> None:
+def unpack(copies: Iterable[Copy], packed_address: int, paged_address: int) -> None:
     """Packed box → pool."""
     for copy in copies:
         source, target = packed_address + copy.packed, paged_address + copy.paged

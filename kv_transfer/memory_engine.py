@@ -1,20 +1,21 @@
 """A transfer engine inside one process, with faults under a seed. For tests.
 
 Engines of one `MemoryFabric` write into each other's registered memory. What real engines do wrong, this one
-does on demand: fail, fail and land later, report success without landing, land twice, or take long (so that
-concurrent writes land out of order).
+does on demand: fail, fail and land later, hang and land later, report success without landing, land twice, or
+take long (so that concurrent writes land out of order).
 """
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import random
 import threading
 from collections.abc import Callable
 
-from headwater.errors import InvalidConfig
-from kv_transfer.engine import WriteFailed
+from headwater.errors import InvalidConfig, PeerUnavailable
+from kv_transfer.engine import WriteFailed, WriteState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +23,13 @@ class Faults:
     """Probabilities per write."""
 
     seed: int = 0
+    # Refused before it begins.
+    refuse: float = 0.0
     fail: float = 0.0
     # Reported as failed; the bytes land when the fabric's `land_late` is called, read from the source then.
     late: float = 0.0
+    # Pending until `land_late` is called.
+    hang: float = 0.0
     # Reported as done; the bytes never land.
     drop: float = 0.0
     # Lands now, and once more when `land_late` is called.
@@ -33,16 +38,28 @@ class Faults:
     overtaken_by: int = 0
 
 
+@dataclasses.dataclass
+class _Write:
+    """One submitted write."""
+
+    state: WriteState
+    land: Callable[[], None]
+    # Lands when this many writes of the fabric have been polled.
+    due: int
+
+
 class MemoryFabric:
     """The network between the engines of one test."""
 
     def __init__(self, faults: Faults = Faults()) -> None:
-        self._faults = faults
+        self.faults = faults
         self._random = random.Random(faults.seed)  # noqa: S311 - not for secrets
         self._engines: dict[str, MemoryEngine] = {}
         self._late: list[Callable[[], None]] = []
-        self._lock = threading.Condition()
-        self._finished = 0
+        self._lock = threading.Lock()
+        self._handles = itertools.count(1)
+        self._writes: dict[int, _Write] = {}
+        self._polls = 0
 
     def engine(self, session: str) -> MemoryEngine:
         engine = MemoryEngine(self, session)
@@ -53,14 +70,18 @@ class MemoryFabric:
         """The peer is gone: writes to it fail."""
         self._engines.pop(session, None)
 
+    def has(self, session: str) -> bool:
+        return session in self._engines
+
     def land_late(self) -> int:
         """Lands every write that was kept back. Returns how many."""
-        late, self._late = self._late, []
+        with self._lock:
+            late, self._late = self._late, []
         for land in late:
             land()
         return len(late)
 
-    def write(self, session: str, source: int, destination: int, num_bytes: int) -> None:
+    def submit(self, session: str, source: int, destination: int, num_bytes: int) -> int:
         target = self._engines.get(session)
         if target is None or not target.registered(destination, num_bytes):
             raise WriteFailed(f"{session}: no such peer, or the destination is not registered there.")
@@ -69,33 +90,61 @@ class MemoryFabric:
             if target.registered(destination, num_bytes):
                 ctypes.memmove(destination, source, num_bytes)
 
-        faults = self._faults
         with self._lock:
+            faults = self.faults
             draw = self._random.random()
-            behind = self._finished + self._random.randint(0, faults.overtaken_by)
-        for probability, lands_now, lands_later, fails in (
-            (faults.fail, False, False, True),
-            (faults.late, False, True, True),
-            (faults.drop, False, False, False),
-            (faults.duplicate, True, True, False),
-            (1.0, True, False, False),
-        ):
-            if draw >= probability:
+            due = self._polls + self._random.randint(0, faults.overtaken_by)
+            if draw < faults.refuse:
+                raise WriteFailed(f"{session}: injected refusal.")
+            draw -= faults.refuse
+            handle = next(self._handles)
+            write = self._writes[handle] = _Write(WriteState.DONE, land, due)
+            for probability, keep in (
+                (faults.fail, self._fails),
+                (faults.late, self._fails_and_lands),
+                (faults.hang, self._hangs),
+                (faults.drop, self._drops),
+                (faults.duplicate, self._lands_again),
+            ):
+                if draw < probability:
+                    keep(write)
+                    break
                 draw -= probability
-                continue
-            if lands_now:
-                with self._lock:
-                    # Bounded: when no other write comes, this one goes on.
-                    self._lock.wait_for(lambda: self._finished >= behind, timeout=0.01)
-                land()
-            if lands_later:
-                self._late.append(land)
-            with self._lock:
-                self._finished += 1
-                self._lock.notify_all()
-            if fails:
-                raise WriteFailed(f"{session}: injected failure.")
-            return
+            return handle
+
+    def poll(self, handle: int) -> WriteState:
+        with self._lock:
+            self._polls += 1
+            write = self._writes[handle]
+            if write.state is WriteState.PENDING or self._polls <= write.due:
+                return WriteState.PENDING
+            del self._writes[handle]
+        if write.state is WriteState.DONE:
+            write.land()
+        return write.state
+
+    @staticmethod
+    def _fails(write: _Write) -> None:
+        write.state = WriteState.FAILED
+
+    def _fails_and_lands(self, write: _Write) -> None:
+        write.state = WriteState.FAILED
+        self._late.append(write.land)
+
+    def _hangs(self, write: _Write) -> None:
+        write.state = WriteState.PENDING
+
+        def finish() -> None:
+            write.state = WriteState.DONE
+
+        self._late.append(finish)
+
+    @staticmethod
+    def _drops(write: _Write) -> None:
+        write.land = lambda: None
+
+    def _lands_again(self, write: _Write) -> None:
+        self._late.append(write.land)
 
 
 class MemoryEngine:
@@ -117,13 +166,24 @@ class MemoryEngine:
     def unregister(self, address: int) -> None:
         self._regions.pop(address, None)
 
+    def fence(self, address: int) -> None:
+        # A write lands whole or, once its region is gone, not at all.
+        self.unregister(address)
+
     def registered(self, address: int, num_bytes: int) -> bool:
         return any(
-            start <= address and address + num_bytes <= start + length for start, length in self._regions.items()
+            start <= address and address + num_bytes <= start + length for start, length in list(self._regions.items())
         )
 
-    def write(self, session: str, source: int, destination: int, num_bytes: int) -> None:
-        self._fabric.write(session, source, destination, num_bytes)
+    def contact(self, session: str, epoch: str) -> None:
+        if not self._fabric.has(session):
+            raise PeerUnavailable(f"transfer engine {session} does not answer.")
+
+    def submit(self, session: str, source: int, destination: int, num_bytes: int) -> int:
+        return self._fabric.submit(session, source, destination, num_bytes)
+
+    def poll(self, handle: int) -> WriteState:
+        return self._fabric.poll(handle)
 
     def close(self) -> None:
         self._regions.clear()

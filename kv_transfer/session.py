@@ -4,7 +4,12 @@ A machine has one state; an event that the table does not list for it raises and
 transfer ends in exactly one terminal state on each side.
 
     receiver   granted ──open──▶ receiving ──commit──▶ committed
-                  └────fail / abort────┴──────────────▶ failed / aborted
+                  ▲  │               │ suspend
+                  └──┼──regrant──────┴─────▶ suspended ──expire──▶ failed
+                     └──fail / abort──▶ failed / aborted (also from receiving and suspended)
+
+A transfer whose attempt was lost is suspended: what is verified stays for a bounded time, and a regrant lets
+the next attempt go on from there.
 
     sender     opening ──opened──▶ sending ──close──▶ draining ──delivered──▶ delivered
                   └─────────fail / abort──┴──────────────┴──────────────────▶ failed / aborted
@@ -24,6 +29,7 @@ class ReceiverState(enum.Enum):
 
     GRANTED = "granted"
     RECEIVING = "receiving"
+    SUSPENDED = "suspended"
     COMMITTED = "committed"
     FAILED = "failed"
     ABORTED = "aborted"
@@ -35,6 +41,9 @@ class ReceiverEvent(enum.Enum):
     OPEN = "open"  # a writer opened its delivery
     RECEIPT = "receipt"  # a box was verified and unpacked
     COMMIT = "commit"  # full coverage, and the first token is known
+    SUSPEND = "suspend"  # a writer was lost, gave up, or let the lease run out
+    REGRANT = "regrant"  # the router starts the next attempt
+    EXPIRE = "expire"  # nobody started the next attempt in time
     FAIL = "fail"  # a writer, a digest or the coverage failed
     ABORT = "abort"  # this side no longer wants the KV
 
@@ -64,13 +73,20 @@ _R, _RE, _S, _SE = ReceiverState, ReceiverEvent, SenderState, SenderEvent
 
 RECEIVER_TABLE: Mapping[tuple[ReceiverState, ReceiverEvent], ReceiverState] = {
     (_R.GRANTED, _RE.OPEN): _R.RECEIVING,
+    (_R.GRANTED, _RE.REGRANT): _R.GRANTED,
     (_R.GRANTED, _RE.FAIL): _R.FAILED,
     (_R.GRANTED, _RE.ABORT): _R.ABORTED,
     (_R.RECEIVING, _RE.OPEN): _R.RECEIVING,
     (_R.RECEIVING, _RE.RECEIPT): _R.RECEIVING,
     (_R.RECEIVING, _RE.COMMIT): _R.COMMITTED,
+    (_R.RECEIVING, _RE.SUSPEND): _R.SUSPENDED,
+    (_R.RECEIVING, _RE.REGRANT): _R.GRANTED,
     (_R.RECEIVING, _RE.FAIL): _R.FAILED,
     (_R.RECEIVING, _RE.ABORT): _R.ABORTED,
+    (_R.SUSPENDED, _RE.REGRANT): _R.GRANTED,
+    (_R.SUSPENDED, _RE.EXPIRE): _R.FAILED,
+    (_R.SUSPENDED, _RE.FAIL): _R.FAILED,
+    (_R.SUSPENDED, _RE.ABORT): _R.ABORTED,
 }
 
 SENDER_TABLE: Mapping[tuple[SenderState, SenderEvent], SenderState] = {

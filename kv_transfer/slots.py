@@ -1,15 +1,19 @@
 """Equal pieces of registered memory, each with one owner.
 
 Landing slots on the receiver and send segments on the sender are both a `SlotArena`. A slot is free, held by
-one owner, or quarantined: a write that nobody can vouch for may still land there, so it is not given out
-again. free + held + quarantined = total.
+one owner, or quarantined: a write that nobody can vouch for may still land in it, or read from it.
+free + held + quarantined = total.
+
+A quarantined slot comes back only through `replace`: its memory is fenced, which ends every write that has
+begun, and then retired: the slot goes on with new memory, and nobody is ever given the old addresses again.
+So a writer that was stopped before it began, and begins after the fence, finds no memory that matters.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from headwater.errors import CapacityError, DeadlinePassed
 from kv_transfer.engine import TransferEngine
@@ -17,14 +21,15 @@ from kv_transfer.memory import HostBuffer
 
 
 class SlotArena:
-    """`num_slots` slots of `slot_bytes` in one registered buffer. Used from one event loop only."""
+    """`num_slots` slots of `slot_bytes`, each registered by itself. Used from one event loop only."""
 
     def __init__(self, engine: TransferEngine, num_slots: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
-        self._buffer = HostBuffer(num_slots * slot_bytes)
         self._engine = engine
-        engine.register(self._buffer.address, self._buffer.num_bytes)
+        self._buffers = [self._registered() for _ in range(num_slots)]
+        # How many slots' worth of addresses were given up.
+        self.retired = 0
         self._free = list(range(num_slots))
         self._held: dict[Hashable, set[int]] = {}
         self._quarantined: set[int] = set()
@@ -43,7 +48,7 @@ class SlotArena:
         return len(self._quarantined)
 
     def address(self, slot: int) -> int:
-        return self._buffer.address + slot * self.slot_bytes
+        return self._buffers[slot].address
 
     def owns(self, owner: Hashable, slot: int) -> bool:
         return slot in self._held.get(owner, ())
@@ -55,10 +60,9 @@ class SlotArena:
             CapacityError: the arena can never give that many.
             DeadlinePassed: nobody gave slots back in time.
         """
-        if count > self.num_slots - self.quarantined:
+        if count > self.num_slots:
             raise CapacityError(
-                f"{count} transfer slots were asked for; of {self.num_slots}, {self.quarantined} are quarantined. "
-                "Raise num_slots, or restart the node to clear the quarantine."
+                f"{count} transfer slots were asked for and there are {self.num_slots}: raise num_slots."
             )
         turn: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self._waiting.append((count, owner, turn))
@@ -79,14 +83,29 @@ class SlotArena:
                 f"{self.quarantined} quarantined of {self.num_slots}. Raise num_slots or lower the load."
             ) from None
 
-    def release(self, owner: Hashable, slots: list[int] | None = None) -> None:
+    def release(self, owner: Hashable, slots: Iterable[int] | None = None) -> None:
         """Frees `slots` of `owner` (all of them when None): every write to them is known to be over."""
         self._free.extend(self._take(owner, slots))
         self._serve()
 
-    def quarantine(self, owner: Hashable) -> None:
-        """Takes the owner's slots out of use: a write may still land in them."""
-        self._quarantined.update(self._take(owner, None))
+    def quarantine(self, owner: Hashable) -> set[int]:
+        """Takes the owner's slots out of use: a write may still land in them. Returns them, for `replace`."""
+        taken = self._take(owner, None)
+        self._quarantined.update(taken)
+        return taken
+
+    async def replace(self, slots: Iterable[int]) -> None:
+        """Fences quarantined slots, gives them new memory and frees them."""
+        for slot in sorted(slots):
+            old = self._buffers[slot]
+            await asyncio.to_thread(self._engine.fence, old.address)
+            old.give_back_memory()
+            old.retire()
+            self.retired += 1
+            self._buffers[slot] = self._registered()
+            self._quarantined.remove(slot)
+            self._free.append(slot)
+            self._serve()
 
     def check(self) -> None:
         """Raises AssertionError unless every slot has exactly one place."""
@@ -95,10 +114,19 @@ class SlotArena:
             raise AssertionError(f"slots do not balance: {sorted(places)} of {self.num_slots}")
 
     def close(self) -> None:
-        self._engine.unregister(self._buffer.address)
-        self._buffer.close()
+        """Memory is given back; addresses that a late writer may know are not."""
+        for slot, buffer in enumerate(self._buffers):
+            self._engine.unregister(buffer.address)
+            if slot not in self._free:
+                buffer.give_back_memory()
+                buffer.retire()
 
-    def _take(self, owner: Hashable, slots: list[int] | None) -> set[int]:
+    def _registered(self) -> HostBuffer:
+        buffer = HostBuffer(self.slot_bytes)
+        self._engine.register(buffer.address, buffer.num_bytes)
+        return buffer
+
+    def _take(self, owner: Hashable, slots: Iterable[int] | None) -> set[int]:
         held = self._held.get(owner, set())
         taken = set(held) if slots is None else set(slots)
         if not taken <= held:

@@ -1,72 +1,168 @@
-"""A worker's transfers, by request: opened, fed with computed chunks, closed, reported as released.
+"""A worker's share of each request's KV: fetched where an earlier attempt has delivered it, delivered as it is
+computed, redirected, closed, released, forgotten.
 
-Lives on the control loop; the compute thread only hands over what has been computed.
+Lives on the control loop; the compute thread only hands over what has been computed. A share is kept until the
+leader says to forget it, because until then it may be redirected.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from headwater.errors import HeadwaterError
-from headwater.v1 import worker_pb2
+from headwater.lifecycle import Event, get_logger
+from headwater.v1 import common_pb2, worker_pb2
+from kv_transfer.fetching import fetch_verified
 from kv_transfer.geometry import Span
+from kv_transfer.landing import Unpacks
 from kv_transfer.sender import Outgoing, Sender
+
+log = get_logger(__name__)
+
+
+@dataclasses.dataclass
+class _Share:
+    """What this rank has of one request."""
+
+    pages: list[int]
+    # Of the grant; 0 without one.
+    attempt: int = 0
+    # Tokens whose KV is in the pages: [0, computed).
+    computed: int = 0
+    # One for each grant so far; the last one counts.
+    outgoing: list[Outgoing] = dataclasses.field(default_factory=list)
+    fetching: asyncio.Task[None] | None = None
+    closed: bool = False
+    aborted: bool = False
+    first_token: int | None = None
+    # The attempt that was reported as released.
+    released: int = -1
 
 
 class Deliveries:
     """What this rank still owes each request.
 
     Args:
+        destination: this rank's memory behind a request's page table, for what is fetched.
         report: sends a report to the leader.
     """
 
-    def __init__(self, sender: Sender, report: Callable[[worker_pb2.AttachRequest], None]) -> None:
+    def __init__(
+        self,
+        sender: Sender,
+        destination: Callable[[Sequence[int]], Unpacks],
+        report: Callable[[worker_pb2.AttachRequest], None],
+    ) -> None:
         self._sender = sender
+        self._destination = destination
         self._report = report
-        self._open: dict[str, Outgoing | None] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._shares: dict[str, _Share] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self, request: worker_pb2.OpenRequest) -> None:
         """A request begins. Without a grant there is nothing to send."""
-        request_id = request.request_id
-
-        def failed(error: HeadwaterError) -> None:
-            failure = worker_pb2.RequestFailed(
-                request_id=request_id, error=str(error), error_class=type(error).__name__
-            )
-            self._report(worker_pb2.AttachRequest(request_failed=failure))
-
-        outgoing = None
-        if request.HasField("grant"):
-            outgoing = self._sender.open(request.grant, list(request.pages), failed, request_id)
-        self._open[request_id] = outgoing
+        share = self._shares[request.request_id] = _Share(list(request.pages))
+        if not request.HasField("grant"):
+            return
+        if request.grant.verified_tokens:
+            share.fetching = self._spawn(self._fetch(request.request_id, share, request.grant))
+        self._deliver(request.request_id, share, request.grant)
 
     def computed(self, request_id: str, tokens: Span) -> None:
         """The KV of `tokens` is complete in this rank's pool."""
-        outgoing = self._open[request_id]
-        if outgoing is not None:
-            outgoing.send(tokens)
+        share = self._shares[request_id]
+        share.computed = tokens.end
+        if share.outgoing:
+            share.outgoing[-1].send(tokens)
+
+    def redirect(self, redirect: worker_pb2.RedirectDelivery) -> None:
+        """All KV of the request, what has been sent included, goes elsewhere."""
+        share = self._shares[redirect.request_id]
+        if share.aborted:
+            return
+        share.outgoing[-1].abort()
+        self._deliver(redirect.request_id, share, redirect.grant)
 
     def close(self, request_id: str, first_token: int | None, *, abort: bool) -> None:
         """The log says that the request ends. A second close may turn a normal end into an abort."""
-        outgoing = self._open.get(request_id)
-        if outgoing is not None and abort:
-            outgoing.abort()
-        elif outgoing is not None:
-            outgoing.finish(first_token)
-        if request_id in self._open:
-            task = asyncio.ensure_future(self._release(request_id, outgoing))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+        share = self._shares.get(request_id)
+        if share is None:
+            return
+        if not share.closed:
+            share.first_token = first_token
+        share.closed = True
+        share.aborted |= abort
+        self._close(request_id, share)
 
-    async def _release(self, request_id: str, outgoing: Outgoing | None) -> None:
-        released = worker_pb2.Released(request_id=request_id)
-        if outgoing is not None:
+    def forget(self, request_id: str) -> None:
+        """The request is over on every rank."""
+        del self._shares[request_id]
+
+    def _deliver(self, request_id: str, share: _Share, grant: common_pb2.Grant) -> None:
+        attempt = share.attempt = grant.attempt
+        outgoing = self._sender.open(
+            grant, share.pages, lambda error: self._failed(request_id, attempt, error), request_id
+        )
+        share.outgoing.append(outgoing)
+        if share.computed > grant.verified_tokens:
+            outgoing.send(Span(grant.verified_tokens, share.computed))
+        if share.closed:
+            self._close(request_id, share)
+
+    def _close(self, request_id: str, share: _Share) -> None:
+        if share.aborted and share.fetching is not None:
+            share.fetching.cancel()
+        if share.outgoing and share.aborted:
+            share.outgoing[-1].abort()
+        elif share.outgoing:
+            share.outgoing[-1].finish(share.first_token)
+        self._spawn(self._release(request_id, share, share.attempt))
+
+    async def _release(self, request_id: str, share: _Share, attempt: int) -> None:
+        """Reports when nothing of the share is under way, unless it failed and may still be redirected."""
+        if share.fetching is not None:
+            await asyncio.wait({share.fetching})
+        released = worker_pb2.Released(request_id=request_id, attempt=attempt)
+        lost = False
+        for outgoing in list(share.outgoing):
             sent = await outgoing.ended()
-            released.bytes_sent = sent.num_bytes
-            released.num_receipts = sent.num_receipts
-        # Of two closes, only the first to get here reports.
-        if request_id in self._open:
-            del self._open[request_id]
-            self._report(worker_pb2.AttachRequest(released=released))
+            released.bytes_sent, released.num_receipts = sent.num_bytes, sent.num_receipts
+            lost = sent.error is not None
+        if share.attempt != attempt or share.released == attempt:
+            # Redirected meanwhile, or a second close was faster.
+            return
+        if lost and not share.aborted:
+            return
+        share.released = attempt
+        self._report(worker_pb2.AttachRequest(released=released))
+
+    async def _fetch(self, request_id: str, share: _Share, grant: common_pb2.Grant) -> None:
+        try:
+            num_bytes = await fetch_verified(self._sender, grant, self._destination(share.pages))
+        except HeadwaterError as error:
+            self._failed(request_id, grant.attempt, error)
+            return
+        share.computed = grant.verified_tokens
+        log.event(
+            Event.FETCHED,
+            request=request_id,
+            transfer=grant.transfer_id,
+            tokens=[0, grant.verified_tokens],
+            num_bytes=num_bytes,
+        )
+        self._report(worker_pb2.AttachRequest(fetched=worker_pb2.Fetched(request_id=request_id)))
+
+    def _failed(self, request_id: str, attempt: int, error: HeadwaterError) -> None:
+        failure = worker_pb2.RequestFailed(
+            request_id=request_id, error=str(error), error_class=type(error).__name__, attempt=attempt
+        )
+        self._report(worker_pb2.AttachRequest(request_failed=failure))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -36,7 +36,7 @@ def worker_configs(cluster: Cluster, group: Prefill, folder: ModelFolder, epoch:
             group=group.name,
             epoch=epoch,
             model=str(folder.path),
-            geometry=geometry_of(folder, cluster.model, group.page_size),
+            geometry=geometry_of(folder, cluster.model, group.page_size, group.dtype),
             pp=group.pp,
             tp=group.tp,
             layer_boundaries=boundaries,
@@ -71,6 +71,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.PrefillRequest, context: object
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         return self._leader.prefill(request)
+
+    async def Redirect(  # noqa: N802 - gRPC's name
+        self, request: prefill_pb2.RedirectRequest, context: object
+    ) -> prefill_pb2.RedirectResponse:
+        self._leader.redirect(request.request_id, request.grant)
+        return prefill_pb2.RedirectResponse()
 
     async def DescribePrefill(  # noqa: N802 - gRPC's name
         self, request: prefill_pb2.DescribePrefillRequest, context: object
@@ -124,6 +130,7 @@ async def serve(cluster: Cluster, name: str) -> int:
             world_size=world_size,
         ),
         configs[0].geometry,
+        cluster.deadlines.resume,
     )
     host = group.address.rpartition(":")[0]
     hosts = group.hosts or (host,)

@@ -49,7 +49,8 @@ class KvPool:
         cell = CellSize.of(geometry)
         self.layout = PagedLayout(layers, heads, geometry.page_size, num_pages, cell)
         self._memory = torch.empty(self.layout.total_bytes, dtype=torch.uint8, device=device)
-        flat = self._memory.view(DTYPES[geometry.dtype])
+        self._dtype = DTYPES[geometry.dtype]
+        flat = self._memory.view(self._dtype)
         slots = num_pages * geometry.page_size
         shapes = [(slots, len(heads), geometry.key_size), (slots, len(heads), geometry.value_size)]
         views = flat.split([torch.Size(shape).numel() for shape in shapes] * len(layers))
@@ -76,12 +77,24 @@ class KvPool:
         keys, values = (part[0] if len(part) == 1 else torch.cat(part) for part in parts)
         return keys, values
 
+    @property
+    def address(self) -> int | None:
+        """See `kv_transfer.sender.Source`."""
+        return self._memory.data_ptr() if self._memory.device.type == "cpu" else None
+
     def pack(self, pages: Sequence[int], box: Box, address: int) -> None:
         """Puts the packed `box` at a host `address`; see `kv_transfer.sender.Source`."""
-        if self._memory.device.type == "cpu":
-            memory.pack(plan(self.layout, pages, box), self._memory.data_ptr(), address)
+        if self.address is not None:
+            memory.pack(plan(self.layout, pages, box).copies(), self.address, address)
         else:
             self.pack_by_tensors(pages, box, address)
+
+    def unpack(self, pages: Sequence[int], box: Box, address: int) -> None:
+        """The inverse of `pack`."""
+        if self.address is not None:
+            memory.unpack(plan(self.layout, pages, box).copies(), address, self.address)
+        else:
+            self.unpack_by_tensors(pages, box, address)
 
     def pack_by_tensors(self, pages: Sequence[int], box: Box, address: int) -> None:
         """`pack` for memory that the processor cannot address: gathered on its device, then copied to the host."""
@@ -92,8 +105,35 @@ class KvPool:
             for layer in range(box.layers.start, box.layers.end)
             for pool in self._layers[layer]
         ]
-        target = torch.frombuffer(memory.view(address, packed_bytes(box, self.layout.cell)), dtype=parts[0].dtype)
-        target.copy_(torch.cat(parts))
+        self._packed(box, address).copy_(torch.cat(parts))
+
+    def unpack_by_tensors(self, pages: Sequence[int], box: Box, address: int) -> None:
+        """The inverse of `pack_by_tensors`."""
+        runs = self.layout.runs(pages, box.tokens)
+        heads = slice(box.heads.start - self.layout.heads.start, box.heads.end - self.layout.heads.start)
+        packed = self._packed(box, address).to(self._memory.device)
+        done = 0
+        for layer in range(box.layers.start, box.layers.end):
+            for pool in self._layers[layer]:
+                for slot, count in runs:
+                    target = pool[slot : slot + count, heads]
+                    target.copy_(packed[done : done + target.numel()].view(target.shape))
+                    done += target.numel()
+
+    def _packed(self, box: Box, address: int) -> torch.Tensor:
+        num_bytes = packed_bytes(box, self.layout.cell)
+        return torch.frombuffer(memory.view(address, num_bytes), dtype=self._dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class FetchedKv:
+    """Where KV that others computed goes: a request's pages. See `kv_transfer.landing.Unpacks`."""
+
+    pool: KvPool
+    pages: Sequence[int]
+
+    def unpack(self, box: Box, address: int) -> None:
+        self.pool.unpack(self.pages, box, address)
 
 
 class StepCache(Cache):

@@ -10,7 +10,14 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator
 
-from headwater.errors import HeadwaterError, InvalidRequest, PeerUnavailable, error_class
+from headwater.errors import (
+    DeadlinePassed,
+    HeadwaterError,
+    InvalidRequest,
+    PeerUnavailable,
+    StalePeer,
+    error_class,
+)
 from headwater.lifecycle import Event, Logger, get_logger
 from headwater.v1 import common_pb2, prefill_pb2, worker_pb2
 from prefill_node import leader_metrics as metrics
@@ -32,6 +39,8 @@ class _Caller:
     error: HeadwaterError | None = None
     bytes_sent: int = 0
     num_receipts: int = 0
+    # Until when the KV is kept for another decode group, after this one was lost.
+    hold: asyncio.TimerHandle | None = None
 
     def tell(self, **event: object) -> None:
         self.events.put_nowait(prefill_pb2.PrefillResponse(**event))  # type: ignore[arg-type]
@@ -42,11 +51,13 @@ class Leader:
 
     Args:
         geometry: of the group, with vocabulary and context size for checking requests.
+        resume_seconds: how long KV is kept for another decode group after one was lost.
     """
 
-    def __init__(self, scheduler: Scheduler, geometry: common_pb2.Geometry) -> None:
+    def __init__(self, scheduler: Scheduler, geometry: common_pb2.Geometry, resume_seconds: float) -> None:
         self.scheduler = scheduler
         self._geometry = geometry
+        self._resume_seconds = resume_seconds
         self._callers: dict[str, _Caller] = {}
         self._links: WorkerLinks | None = None
         # Why the group does not serve; empty when it does.
@@ -85,18 +96,32 @@ class Leader:
         finally:
             self._leave(caller)
 
+    def redirect(self, request_id: str, grant: common_pb2.Grant) -> None:
+        """Sends a request's KV where another grant allows.
+
+        Raises:
+            StalePeer: there is nothing left to redirect.
+        """
+        caller = self._callers.get(request_id)
+        if caller is None or caller.error is not None or self._links is None or self.not_serving:
+            raise StalePeer(f"request {request_id} has no KV here that could be redirected: it is over.")
+        for entry in self.scheduler.redirect(request_id, grant):
+            self._links.append(entry)
+        if caller.hold is not None:
+            caller.hold.cancel()
+            caller.hold = None
+        caller.bytes_sent = caller.num_receipts = 0
+        self._log(caller.request).event(Event.REDIRECTED, attempt=grant.attempt)
+
     def on_report(self, rank: int, report: worker_pb2.AttachRequest) -> None:
         """A worker says something."""
         if report.HasField("step_done"):
             self._step_done(report.step_done)
         elif report.HasField("request_failed"):
-            failed = report.request_failed
-            caller = self._callers.get(failed.request_id)
-            if caller is not None and caller.error is None:
-                caller.error = error_class(failed.error_class)(failed.error)
-                self._cancel(failed.request_id)
-                # The caller need not wait for the ranks; the pages do.
-                caller.events.put_nowait(None)
+            self._request_failed(report.request_failed)
+        elif report.HasField("fetched"):
+            self.scheduler.fetched(report.fetched.request_id, rank)
+            self._advance()
         elif report.HasField("released"):
             self._released(rank, report.released)
 
@@ -136,17 +161,38 @@ class Leader:
             if isinstance(entry, worker_pb2.Step):
                 metrics.STEPS.inc()
                 for chunk in entry.chunks:
-                    if chunk.start == 0:
-                        self._scheduled(chunk.request_id)
+                    caller = self._callers.get(chunk.request_id)
+                    if caller is not None and chunk.start == caller.request.first_token and not caller.scheduled_at:
+                        self._scheduled(caller)
         metrics.QUEUED.set(self.scheduler.num_queued)
         metrics.RUNNING.set(self.scheduler.num_running)
         metrics.FREE_PAGES.set(self.scheduler.pool.free_pages)
 
-    def _scheduled(self, request_id: str) -> None:
-        caller = self._callers[request_id]
+    def _request_failed(self, failed: worker_pb2.RequestFailed) -> None:
+        """A rank cannot deliver."""
+        caller = self._callers.get(failed.request_id)
+        if caller is None or caller.error is not None or failed.attempt != caller.request.attempt:
+            return
+        error = error_class(failed.error_class)(failed.error)
+        lost = isinstance(error, PeerUnavailable | DeadlinePassed)
+        if not lost or self.scheduler.is_fetching(failed.request_id):
+            self._fail(caller, error)
+        elif caller.hold is None:
+            caller.hold = asyncio.get_running_loop().call_later(self._resume_seconds, self._fail, caller, error)
+            caller.tell(delivery_lost=prefill_pb2.DeliveryLost(attempt=failed.attempt, error=failed.error))
+            self._log(caller.request).event(Event.DELIVERY_LOST, attempt=failed.attempt, error=failed.error)
+
+    def _fail(self, caller: _Caller, error: HeadwaterError) -> None:
+        if caller.error is None:
+            caller.error = error
+            self._cancel(caller.request.request_id)
+            # The caller need not wait for the ranks; the pages do.
+            caller.events.put_nowait(None)
+
+    def _scheduled(self, caller: _Caller) -> None:
         caller.scheduled_at = caller.last_chunk_at = time.monotonic()
         metrics.QUEUE_SECONDS.observe(caller.scheduled_at - caller.queued_at)
-        num_chunks = self.scheduler.num_chunks(caller.request.num_tokens)
+        num_chunks = self.scheduler.num_chunks(caller.request)
         caller.tell(scheduled=prefill_pb2.PrefillScheduled(num_chunks=num_chunks))
         self._log(caller.request).event(Event.SCHEDULED, num_chunks=num_chunks)
 
@@ -175,11 +221,15 @@ class Leader:
 
     def _released(self, rank: int, released: worker_pb2.Released) -> None:
         caller = self._callers.get(released.request_id)
-        if caller is not None:
+        if caller is not None and released.attempt == caller.request.attempt:
             caller.bytes_sent += released.bytes_sent
             caller.num_receipts += released.num_receipts
-        if not self.scheduler.released(released.request_id, rank):
+        over = self.scheduler.released(released.request_id, rank, released.attempt)
+        if not over:
             return
+        if self._links is not None:
+            for entry in over:
+                self._links.append(entry)
         if self.scheduler.num_running == 0:
             self.scheduler.pool.check()
         if caller is not None:
@@ -197,6 +247,8 @@ class Leader:
         """The caller is gone: answered, or cancelled while the request still runs."""
         request_id = caller.request.request_id
         self._callers.pop(request_id, None)
+        if caller.hold is not None:
+            caller.hold.cancel()
         if caller.error is not None:
             self._log(caller.request).event(Event.FAILED, error=str(caller.error))
             metrics.REQUESTS.labels(type(caller.error).__name__).inc()

@@ -20,12 +20,22 @@ from headwater.v1 import worker_pb2, worker_pb2_grpc
 
 log = get_logger(__name__)
 
-Entry = worker_pb2.Rendezvous | worker_pb2.OpenRequest | worker_pb2.Step | worker_pb2.CloseRequest | worker_pb2.Shutdown
+Entry = (
+    worker_pb2.Rendezvous
+    | worker_pb2.OpenRequest
+    | worker_pb2.Step
+    | worker_pb2.CloseRequest
+    | worker_pb2.RedirectDelivery
+    | worker_pb2.ForgetRequest
+    | worker_pb2.Shutdown
+)
 _FIELDS: dict[type, str] = {
     worker_pb2.Rendezvous: "rendezvous",
     worker_pb2.OpenRequest: "open",
     worker_pb2.Step: "step",
     worker_pb2.CloseRequest: "close",
+    worker_pb2.RedirectDelivery: "redirect",
+    worker_pb2.ForgetRequest: "forget",
     worker_pb2.Shutdown: "shutdown",
 }
 

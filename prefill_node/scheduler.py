@@ -4,9 +4,11 @@ Pure: requests in, log entries out; no clock, no I/O, no torch. The leader sends
 every worker.
 
     queued ──pages──▶ running ──last chunk planned, or cancelled──▶ closing ──all ranks released──▶ gone
+       └──pages──▶ fetching ──all ranks have what was verified──▲
 
 Pages are taken for the whole prompt at once, so running requests never wait for each other's pages. They are
-given back only when every rank has released the request: computed, written and quiesced.
+given back only when every rank has released the request: computed, written and quiesced. Until then its KV can
+be redirected, and then every rank has to release it once more.
 """
 
 from __future__ import annotations
@@ -16,17 +18,24 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
-from headwater.errors import CapacityError, DuplicateTransfer, InvalidRequest
+from headwater.errors import CapacityError, DuplicateTransfer, InvalidRequest, StalePeer
 from headwater.v1 import common_pb2, worker_pb2
 from prefill_node.pages import PagePool
 
-Entry = worker_pb2.OpenRequest | worker_pb2.Step | worker_pb2.CloseRequest
+Entry = (
+    worker_pb2.OpenRequest
+    | worker_pb2.Step
+    | worker_pb2.CloseRequest
+    | worker_pb2.RedirectDelivery
+    | worker_pb2.ForgetRequest
+)
 
 
 class RequestState(enum.Enum):
     """See the module's diagram."""
 
     QUEUED = "queued"
+    FETCHING = "fetching"
     RUNNING = "running"
     CLOSING = "closing"
 
@@ -42,11 +51,23 @@ class Request:
     # ---
     state: RequestState = RequestState.QUEUED
     next_token: int = 0
+    fetching_ranks: set[int] = dataclasses.field(default_factory=set)
     holding_ranks: set[int] = dataclasses.field(default_factory=set)
+    cancelled: bool = False
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def first_token(self) -> int:
+        """Where computing starts: what earlier attempts delivered is fetched."""
+        return self.grant.verified_tokens if self.grant is not None else 0
+
+    @property
+    def attempt(self) -> int:
+        """Of the grant; 0 without one."""
+        return self.grant.attempt if self.grant is not None else 0
 
 
 class Scheduler:
@@ -95,8 +116,8 @@ class Scheduler:
     def steps_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def num_chunks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.chunk_tokens)
+    def num_chunks(self, request: Request) -> int:
+        return -(-(request.num_tokens - request.first_token) // self.chunk_tokens)
 
     def submit(self, request: Request) -> None:
         """Queues a request.
@@ -111,6 +132,11 @@ class Scheduler:
             raise InvalidRequest(
                 f"the prompt has {request.num_tokens} tokens; this prefill group's pool holds "
                 f"{pool.num_pages * pool.page_size}. Shorten the prompt, or raise pool_tokens."
+            )
+        if request.first_token >= request.num_tokens:
+            raise InvalidRequest(
+                f"the grant calls {request.first_token} tokens verified, and the prompt has {request.num_tokens}: at "
+                "least the last one must be computed."
             )
         if len(self._queue) >= self._max_queued:
             raise CapacityError(
@@ -131,7 +157,8 @@ class Scheduler:
             return True, []
         if cancelled.state is RequestState.RUNNING:
             self._turns.remove(cancelled)
-            cancelled.state = RequestState.CLOSING
+        cancelled.state = RequestState.CLOSING
+        cancelled.cancelled = True
         return False, [worker_pb2.CloseRequest(request_id=request_id, abort=True)]
 
     def plan(self) -> list[Entry]:
@@ -157,22 +184,64 @@ class Scheduler:
             raise AssertionError(f"step {sequence} was reported done, step {step.sequence} is the oldest")
         return list(step.chunks)
 
-    def released(self, request_id: str, rank: int) -> bool:
-        """A rank holds nothing of the request any more. True when it was the last one; the pages are free."""
-        request = self._active[request_id]
+    def fetched(self, request_id: str, rank: int) -> None:
+        """A rank has its share of what was verified. The last one makes the request run."""
+        request = self._active.get(request_id)
+        if request is None or request.state is not RequestState.FETCHING:
+            return
+        request.fetching_ranks.remove(rank)
+        if not request.fetching_ranks:
+            request.state = RequestState.RUNNING
+            self._turns.append(request)
+
+    def is_fetching(self, request_id: str) -> bool:
+        request = self._active.get(request_id)
+        return request is not None and request.state is RequestState.FETCHING
+
+    def redirect(self, request_id: str, grant: common_pb2.Grant) -> list[Entry]:
+        """Sends the KV of an active request where `grant` allows. Returns what the workers must be told.
+
+        Raises:
+            StalePeer: the request is not active, or was cancelled, or the grant is not of a later attempt.
+        """
+        request = self._active.get(request_id)
+        if request is None or request.cancelled or request.grant is None:
+            raise StalePeer(
+                f"request {request_id} has no KV here that could be redirected: it is over, or has no grant."
+            )
+        if grant.attempt <= request.attempt:
+            raise StalePeer(
+                f"request {request_id} is in attempt {request.attempt}; a grant of attempt {grant.attempt} is too old."
+            )
+        request.grant = grant
+        request.holding_ranks = set(range(self._world_size))
+        return [worker_pb2.RedirectDelivery(request_id=request_id, grant=grant)]
+
+    def released(self, request_id: str, rank: int, attempt: int) -> list[Entry]:
+        """A rank has nothing of this attempt under way any more. When it was the last one the pages are free, and
+        the workers must be told what is returned.
+        """
+        request = self._active.get(request_id)
+        if request is None or attempt != request.attempt:
+            return []
         request.holding_ranks.remove(rank)
         if request.holding_ranks:
-            return False
+            return []
         del self._active[request_id]
         self.pool.give_back(request_id)
-        return True
+        return [worker_pb2.ForgetRequest(request_id=request_id)]
 
     def _admit(self, request: Request) -> worker_pb2.OpenRequest:
         pages = self.pool.take(request.request_id, request.num_tokens)
-        request.state = RequestState.RUNNING
         request.holding_ranks = set(range(self._world_size))
+        request.next_token = request.first_token
         self._active[request.request_id] = request
-        self._turns.append(request)
+        if request.first_token:
+            request.state = RequestState.FETCHING
+            request.fetching_ranks = set(range(self._world_size))
+        else:
+            request.state = RequestState.RUNNING
+            self._turns.append(request)
         return worker_pb2.OpenRequest(
             request_id=request.request_id,
             num_tokens=request.num_tokens,

@@ -22,16 +22,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from headwater.errors import HeadwaterError
 from headwater.lifecycle import Event, configure_logging, get_logger
 from headwater.v1 import common_pb2, worker_pb2
-from kv_transfer.geometry import Span
+from kv_transfer.geometry import Span, head_share
 from kv_transfer.metrics_server import MetricsServer
 from kv_transfer.mooncake import MooncakeEngine
-from kv_transfer.sender import SEGMENT_BYTES, Sender
+from kv_transfer.sender import SEGMENT_BYTES, Sender, WriterRank
 from kv_transfer.slots import SlotArena
+from kv_transfer.writer import Writer
 from prefill_node import worker_metrics as metrics
 from prefill_node.commands import add_worker_arguments
 from prefill_node.control import Control
 from prefill_node.deliveries import Deliveries
-from prefill_node.kv_pool import DTYPES, KvPool, PlacedChunk
+from prefill_node.kv_pool import DTYPES, FetchedKv, KvPool, PlacedChunk
 from prefill_node.pipeline import Pipeline, Place, join, listen_for_store
 from prefill_node.sampling import sample
 from prefill_node.stage import Stage
@@ -177,20 +178,29 @@ class Worker:
             tensor_mesh=mesh,
             max_context_tokens=config.max_context_tokens,
         )
-        share = config.geometry.num_kv_heads // config.tp
-        heads = Span(place.tensor_rank * share, (place.tensor_rank + 1) * share)
+        share = head_share(config.geometry.num_kv_heads, config.tp, place.tensor_rank)
+        heads = share.heads
         pool = KvPool(config.geometry, layers, heads, config.num_pages, device)
+        if pool.address is not None:
+            # For deliveries that are written page to page.
+            engine.register(pool.address, pool.num_bytes)
         arena = SlotArena(engine, max(1, config.send_buffer_bytes // SEGMENT_BYTES), SEGMENT_BYTES)
+        writer = Writer(
+            engine, write_seconds=config.write_seconds, max_bytes_in_flight=arena.num_slots * arena.slot_bytes
+        )
         sender = Sender(
-            engine,
+            writer,
             arena,
             pool,
-            rank=self._rank,
-            epoch=config.epoch,
+            config.geometry,
+            WriterRank(self._rank, config.epoch, share.replica, share.num_replicas, samples=place.samples),
+            chunk_tokens=config.chunk_tokens,
             reply_seconds=config.reply_seconds,
             acknowledge_seconds=config.acknowledge_seconds,
         )
-        deliveries: Deliveries = self._control.call_and_wait(lambda: Deliveries(sender, self._control.report))
+        deliveries: Deliveries = self._control.call_and_wait(
+            lambda: Deliveries(sender, lambda pages: FetchedKv(pool, pages), self._control.report)
+        )
         pipeline = Pipeline(place, stage.hidden_size, stage.dtype, device, depth=config.pp + 1)
         runner = StepRunner(
             place,
@@ -217,6 +227,7 @@ class Worker:
             self._follow(runner, deliveries, place)
             pipeline.drain()
         finally:
+            writer.close()
             sender.close()
             exporter.stop()
             arena.close()
@@ -258,16 +269,25 @@ class Worker:
                 if place.samples:
                     done = worker_pb2.StepDone(sequence=entry.step.sequence, sampled=sampled)
                     self._control.report(worker_pb2.AttachRequest(step_done=done))
-            elif entry.HasField("open"):
-                runner.open(entry.open)
-                self._control.call(deliveries.open, entry.open)
-            elif entry.HasField("close"):
-                request_id, abort = entry.close.request_id, entry.close.abort
-                runner.close(request_id)
-                token = self._first_tokens.pop(request_id, None)
-                self._control.call(lambda i=request_id, t=token, a=abort: deliveries.close(i, t, abort=a))
             elif entry.HasField("shutdown"):
                 return
+            else:
+                self._apply(entry, runner, deliveries)
+
+    def _apply(self, entry: worker_pb2.AttachResponse, runner: StepRunner, deliveries: Deliveries) -> None:
+        """An entry about a request that computes nothing."""
+        if entry.HasField("open"):
+            runner.open(entry.open)
+            self._control.call(deliveries.open, entry.open)
+        elif entry.HasField("close"):
+            request_id, abort = entry.close.request_id, entry.close.abort
+            runner.close(request_id)
+            token = self._first_tokens.pop(request_id, None)
+            self._control.call(lambda: deliveries.close(request_id, token, abort=abort))
+        elif entry.HasField("redirect"):
+            self._control.call(deliveries.redirect, entry.redirect)
+        elif entry.HasField("forget"):
+            self._control.call(deliveries.forget, entry.forget.request_id)
 
 
 def _warm_up(place: Place, stage: Stage, pool: KvPool) -> None:

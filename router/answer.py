@@ -38,6 +38,7 @@ class Answer:
         self._leader = prefill_pb2.FirstToken()
         self._first_token_sent = asyncio.Event()
         self.finished = False
+        self.is_committed = False
 
     @property
     def has_first_token(self) -> bool:
@@ -66,6 +67,7 @@ class Answer:
     def committed(self) -> None:
         """The decode group has all KV."""
         self._timeline.committed = time.monotonic()
+        self.is_committed = True
 
     async def token(self, token_id: int) -> None:
         """Decode has produced a token. One after the stop string is not part of the answer."""

@@ -1,7 +1,13 @@
 """The two legs of one request, prefill and decode: opened in order, coupled while they run, ended together.
 
 Whatever ends one leg before its time ends the other at once: the calls are cancelled, and the groups do
-the rest. No wait here needs a deadline of its own but the grant and the end: a peer that dies silently ends
+the rest. But when a group is lost while the KV is on its way, the other one keeps what it has for a while
+(`deadlines.resume`), and a third may take the lost one's place as the next attempt of the transfer:
+
+- prefill lost: the decode node grants the rest, and another prefill group goes on from the last verified chunk;
+- decode lost: another decode node grants anew, and the prefill group sends from the pages that it still holds.
+
+No wait here needs a deadline of its own but the grant and the end: a peer that dies silently ends
 its call by keep-alive (`headwater.rpc`), and a step or a delivery that hangs is ended by the group whose
 deadline it is.
 """
@@ -10,23 +16,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Protocol
 
 from headwater.cluster import Deadlines
-from headwater.errors import DeadlinePassed, HeadwaterError, PeerUnavailable, StalePeer
+from headwater.errors import DeadlinePassed, HeadwaterError, PeerError, PeerUnavailable, StalePeer
 from headwater.lifecycle import Event, Logger
 from headwater.v1 import common_pb2, decode_pb2, prefill_pb2, router_pb2
 from router import metrics
 from router.answer import Answer
-from router.pairing import Pair
+from router.pairing import Pair, Size, choose_pair
 from router.request import Job
-from router.snapshot import DecodeGroup, Snapshot
+from router.snapshot import DecodeGroup, PrefillGroup, Snapshot
 from router.ttft import Timeline
 
-# Until a failed request is tried again on another pair.
-_ATTEMPT = 1
+_MOST_ATTEMPTS = 3
 
 
 class Peers(Protocol):
@@ -39,6 +45,10 @@ class Peers(Protocol):
     def decode(
         self, name: str, request: decode_pb2.DecodeRequest
     ) -> contextlib.AbstractAsyncContextManager[AsyncIterator[decode_pb2.DecodeResponse]]: ...
+
+    async def regrant(self, name: str, request: decode_pb2.RegrantRequest) -> common_pb2.Grant: ...
+
+    async def redirect(self, name: str, request: prefill_pb2.RedirectRequest) -> None: ...
 
 
 class Groups(Protocol):
@@ -76,6 +86,15 @@ class Legs:
         self._timeline = timeline
         self._log = log
         self._ending = asyncio.timeout(None)
+        self._attempt = 1
+        # The group of each leg as it is now, and those that were lost.
+        self._prefill_group = pair.prefill
+        self._decode_group = pair.decode
+        self._lost: set[str] = set()
+        # Prefill has been asked for, and has not completed.
+        self._prefilling = False
+        # One change of groups at a time.
+        self._changing = asyncio.Lock()
 
     async def run(self) -> None:
         """Returns when both legs have ended, which is after the client has its answer: prefill still quiesces.
@@ -102,26 +121,140 @@ class Legs:
         decode = self._pair.decode
         if decode is None:
             self._paired()
-            await self._prefill(None)
+            await self._prefill(self._pair.prefill, None)
             return
+        granted: asyncio.Future[common_pb2.Grant] = asyncio.get_running_loop().create_future()
+        async with asyncio.TaskGroup() as legs:
+            legs.create_task(self._decode_leg(decode, granted))
+            grant = await granted
+            self._paired()
+            legs.create_task(self._prefill_leg(grant))
+
+    async def _prefill_leg(self, grant: common_pb2.Grant) -> None:
+        """Prefill, by one group after the other if need be."""
+        while True:
+            group = self._prefill_group
+            try:
+                return await self._prefill(group, grant)
+            except PeerError as error:
+                self._note_lost(group, error)
+                async with self._changing:
+                    other = self._replacement()
+                    if other is None:
+                        raise
+                    with _or_raise(error):
+                        grant = await self._regrant()
+                    self._prefill_group = other.prefill
+                    self._log.event(
+                        Event.RESUMED,
+                        attempt=self._attempt,
+                        prefill=other.prefill.name,
+                        verified_tokens=grant.verified_tokens,
+                        instead_of=group.name,
+                    )
+
+    async def _decode_leg(self, node: DecodeGroup, granted: asyncio.Future[common_pb2.Grant]) -> None:
+        """Decode, by one node after the other if need be.
+
+        Args:
+            granted: takes the first grant.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            events, grant = await self._open_decode(stack, node, self._attempt)
+            granted.set_result(grant)
+            while True:
+                try:
+                    return await self._decode(node, events)
+                except PeerError as error:
+                    if self._answer.is_committed or not self._prefilling:
+                        raise
+                    self._note_lost(node, error)
+                    async with self._changing:
+                        other = self._replacement()
+                        if other is None or other.decode is None:
+                            raise
+                        lost, node = node, other.decode
+                        with _or_raise(error):
+                            await stack.aclose()
+                            events, grant = await self._open_decode(stack, node, self._attempt + 1)
+                            await self._redirect(grant)
+                        self._decode_group = node
+                        self._log.event(Event.RESUMED, attempt=self._attempt, decode=node.name, instead_of=lost.name)
+
+    async def _open_decode(
+        self, stack: contextlib.AsyncExitStack, node: DecodeGroup, attempt: int
+    ) -> tuple[AsyncIterator[decode_pb2.DecodeResponse], common_pb2.Grant]:
+        description = self._prefill_group.description
         request = decode_pb2.DecodeRequest(
             request_id=self._job.request_id,
             transfer_id=self._transfer_id,
-            attempt=_ATTEMPT,
+            attempt=attempt,
             num_prompt_tokens=len(self._job.token_ids),
             sampling=self._job.sampling,
             stop=self._job.stop,
-            source=self._pair.prefill.description.geometry if self._pair.prefill.description else None,
+            source=description.geometry if description else None,
         )
-        with self._groups.dispatched(decode.name):
-            async with self._peers.decode(decode.name, request) as events:
-                grant = await self._grant(decode, events)
-                self._paired()
-                async with asyncio.TaskGroup() as legs:
-                    legs.create_task(self._prefill(grant))
-                    legs.create_task(self._decode(decode, events))
+        stack.enter_context(self._groups.dispatched(node.name))
+        events = await stack.enter_async_context(self._peers.decode(node.name, request))
+        return events, await self._grant(node, events, attempt)
 
-    async def _grant(self, decode: DecodeGroup, events: AsyncIterator[decode_pb2.DecodeResponse]) -> common_pb2.Grant:
+    async def _regrant(self) -> common_pb2.Grant:
+        """The next attempt, at the decode node of now."""
+        assert self._decode_group is not None
+        attempt = self._attempt + 1
+        request = decode_pb2.RegrantRequest(transfer_id=self._transfer_id, attempt=attempt)
+        grant = await self._peers.regrant(self._decode_group.name, request)
+        self._attempt = attempt
+        return grant
+
+    async def _redirect(self, grant: common_pb2.Grant) -> None:
+        request = prefill_pb2.RedirectRequest(request_id=self._job.request_id, grant=grant)
+        await self._peers.redirect(self._prefill_group.name, request)
+        self._attempt = grant.attempt
+
+    async def _delivery_lost(self, lost: prefill_pb2.DeliveryLost) -> None:
+        """The prefill group cannot reach the decode node. If it is the network between them, a new attempt goes on
+        from what is verified; if the node is gone, the decode leg finds that out and another node.
+        """
+        async with self._changing:
+            if lost.attempt != self._attempt or self._attempt >= _MOST_ATTEMPTS:
+                return
+            try:
+                await self._redirect(await self._regrant())
+            except PeerError as error:
+                self._log.warning("the KV could not be sent to the same decode node again", error=str(error))
+
+    def _note_lost(self, group: PrefillGroup | DecodeGroup, error: PeerError) -> None:
+        self._log.warning("a group was lost", group=group.name, error=str(error))
+        self._lost.add(group.name)
+        self._groups.refresh(group.name)
+
+    def _replacement(self) -> Pair | None:
+        """The pair with the lost group replaced; None when nobody can take its place."""
+        if self._attempt >= _MOST_ATTEMPTS:
+            return None
+        snapshot = self._groups.snapshot()
+
+        def remaining(group: PrefillGroup | DecodeGroup | None, now: PrefillGroup | DecodeGroup | None) -> bool:
+            """Whether a group may be in the pair: the one that is still there, or any but the lost ones."""
+            assert group is not None
+            assert now is not None
+            return group.name not in self._lost if now.name in self._lost else group.name == now.name
+
+        rest = dataclasses.replace(
+            snapshot,
+            prefill=tuple(group for group in snapshot.prefill if remaining(group, self._prefill_group)),
+            decode=tuple(group for group in snapshot.decode if remaining(group, self._decode_group)),
+        )
+        try:
+            return choose_pair(rest, Size(len(self._job.token_ids), self._job.stop.max_tokens), turn=0)
+        except HeadwaterError as error:
+            self._log.warning("no other group can take over", error=str(error))
+            return None
+
+    async def _grant(
+        self, decode: DecodeGroup, events: AsyncIterator[decode_pb2.DecodeResponse], attempt: int
+    ) -> common_pb2.Grant:
         try:
             async with asyncio.timeout(self._deadlines.reply):
                 first = await anext(events, decode_pb2.DecodeResponse())
@@ -130,7 +263,7 @@ class Legs:
             raise DeadlinePassed(f"decode {decode}: no grant within deadlines.reply = {seconds:g} s.") from None
         if not first.HasField("grant"):
             raise PeerUnavailable(f"decode {decode} neither granted nor refused the request; see its log.")
-        if (first.grant.transfer_id, first.grant.attempt) != (self._transfer_id, _ATTEMPT):
+        if (first.grant.transfer_id, first.grant.attempt) != (self._transfer_id, attempt):
             raise StalePeer(f"decode {decode} granted transfer {first.grant.transfer_id!r}, not {self._transfer_id!r}.")
         return first.grant
 
@@ -139,9 +272,8 @@ class Legs:
         decode = self._pair.decode.name if self._pair.decode else ""
         self._log.event(Event.PAIRED, prefill=self._pair.prefill.name, decode=decode)
 
-    async def _prefill(self, grant: common_pb2.Grant | None) -> None:
-        """The prefill leg. Without a grant it gives the whole answer, one token."""
-        group = self._pair.prefill
+    async def _prefill(self, group: PrefillGroup, grant: common_pb2.Grant | None) -> None:
+        """One group's prefill. Without a grant it gives the whole answer, one token."""
         request = prefill_pb2.PrefillRequest(
             request_id=self._job.request_id, token_ids=self._job.token_ids, sampling=self._job.sampling, grant=grant
         )
@@ -149,17 +281,23 @@ class Legs:
         completed = False
         with self._groups.dispatched(group.name):
             async with self._peers.prefill(group.name, request) as events:
-                await self._answer.accept(self._accepted())
+                if not self._prefilling:
+                    self._prefilling = True
+                    await self._answer.accept(self._accepted())
                 async for event in events:
                     match event.WhichOneof("event"):
                         case "chunk_done":
                             await self._answer.progress(event.chunk_done.token_end)
-                        case "first_token":
+                        case "first_token" if not self._answer.has_first_token:
+                            # Another attempt samples the same token again.
                             await self._answer.first_token(event.first_token)
                             if grant is None:
                                 await self._finish(self._answer.reason_after_one_token(event.first_token.token_id))
+                        case "delivery_lost":
+                            await self._delivery_lost(event.delivery_lost)
                         case "completed":
                             completed = True
+                            self._prefilling = False
         if not (completed and self._answer.has_first_token):
             raise PeerUnavailable(f"prefill {group} ended its stream before it was done; see its log.")
 
@@ -192,6 +330,15 @@ class Legs:
             num_chunks=-(-num_tokens // (chunk_tokens or num_tokens)),
             seed=self._job.sampling.seed,
         )
+
+
+@contextlib.contextmanager
+def _or_raise(error: PeerError) -> Iterator[None]:
+    """When the attempt to go on fails as well, what is said is why it was needed."""
+    try:
+        yield
+    except PeerError as second:
+        raise error from second
 
 
 def _cause(raised: BaseException) -> BaseException:

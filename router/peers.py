@@ -12,7 +12,7 @@ import grpc.aio
 from headwater.cluster import Cluster
 from headwater.errors import DeadlinePassed, HeadwaterError, from_rpc_error
 from headwater.rpc import open_channel
-from headwater.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from headwater.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 
 class Peers:
@@ -20,6 +20,7 @@ class Peers:
 
     def __init__(self, cluster: Cluster) -> None:
         self._reply_seconds = cluster.deadlines.reply
+        self._stop_seconds = cluster.deadlines.stop
         self._where = {group.name: f"{group.name} at {group.address}" for group in cluster.prefill}
         self._where |= {node.name: f"{node.name} at {node.address}" for node in cluster.decode}
         prefill = {group.name: open_channel(group.address) for group in cluster.prefill}
@@ -65,6 +66,22 @@ class Peers:
     ) -> contextlib.AbstractAsyncContextManager[AsyncIterator[decode_pb2.DecodeResponse]]:
         """The decode leg's responses; as `prefill`."""
         return contextlib.aclosing(_responses(self._decode[name].Decode(request), self._where[name]))
+
+    async def regrant(self, name: str, request: decode_pb2.RegrantRequest) -> common_pb2.Grant:
+        """Raises PeerError when the node does not begin the attempt."""
+        try:
+            # It may have to wait for the writers of the attempt before.
+            response = await self._decode[name].Regrant(request, timeout=self._reply_seconds + self._stop_seconds)
+        except grpc.RpcError as error:
+            raise self._unanswered(error, name) from error
+        return response.grant
+
+    async def redirect(self, name: str, request: prefill_pb2.RedirectRequest) -> None:
+        """Raises PeerError when the group has nothing to redirect any more."""
+        try:
+            await self._prefill[name].Redirect(request, timeout=self._reply_seconds)
+        except grpc.RpcError as error:
+            raise self._unanswered(error, name) from error
 
     def _unanswered(self, error: grpc.RpcError, name: str) -> HeadwaterError:
         if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -22,11 +22,13 @@ from kv_transfer import metrics
 from kv_transfer.connectors.decoder import Continuation, Decoder
 from kv_transfer.connectors.ragged import RequestKv
 from kv_transfer.geometry import check_contract, geometry_of
+from kv_transfer.incoming import Delivery
 from kv_transfer.metrics_server import MetricsServer
 from kv_transfer.model_folder import read_model_folder
 from kv_transfer.mooncake import MooncakeEngine
-from kv_transfer.receiver import Receiver, TransferServicer
+from kv_transfer.receiver import Receiver, ReceiverOptions, TransferServicer
 from kv_transfer.slots import SlotArena
+from kv_transfer.writer import Writer
 
 log = get_logger(__name__)
 
@@ -67,20 +69,43 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
         with self._admitted(request) as capacity:
             kv = RequestKv(self._geometry, capacity)
-            incoming = self._receiver.expect(request.transfer_id, request.attempt, request.num_prompt_tokens, kv)
+            incoming = self._receiver.expect(
+                request.transfer_id,
+                request.attempt,
+                request.num_prompt_tokens,
+                kv,
+                source_dtype=request.source.dtype,
+            )
             try:
-                yield decode_pb2.DecodeResponse(grant=incoming.grant)
-                delivery = await incoming.committed()
+                yield decode_pb2.DecodeResponse(grant=self._receiver.grant(incoming))
+                delivery: Delivery | None = None
+                async with contextlib.aclosing(incoming.changes()) as changes:
+                    async for change in changes:
+                        if isinstance(change, Delivery):
+                            delivery = change
+                        else:
+                            suspended = decode_pb2.Suspended(
+                                attempt=change.attempt, verified_tokens=change.verified_tokens, reason=change.reason
+                            )
+                            yield decode_pb2.DecodeResponse(suspended=suspended)
+                assert delivery is not None
                 committed = decode_pb2.Committed(bytes_received=delivery.num_bytes, transfer_seconds=delivery.seconds)
                 yield decode_pb2.DecodeResponse(committed=committed)
                 async with contextlib.aclosing(self._continue(request, kv, delivery.first_token)) as responses:
                     async for response in responses:
                         yield response
             finally:
-                # Until the writers have closed, bytes may still be unpacked into `kv`.
+                # Until the writers have closed, bytes may still be put into `kv`.
                 await incoming.abort("the decode request ended", self._deadlines.stop)
+                kv.close()
                 if self._receiver.open_transfers == 0:
                     self._arena.check()
+
+    async def Regrant(  # noqa: N802 - gRPC's name
+        self, request: decode_pb2.RegrantRequest, context: object
+    ) -> decode_pb2.RegrantResponse:
+        grant = await self._receiver.regrant(request.transfer_id, request.attempt)
+        return decode_pb2.RegrantResponse(grant=grant)
 
     async def DescribeDecode(  # noqa: N802 - gRPC's name
         self, request: decode_pb2.DescribeDecodeRequest, context: object
@@ -185,7 +210,7 @@ async def serve(cluster: Cluster, name: str) -> int:
     section = cluster.decode_named(name)
     folder = read_model_folder(Path(cluster.model.path))
     # Its pages are the requests themselves, so any page size of the writer will do.
-    geometry = geometry_of(folder, cluster.model, page_size=1)
+    geometry = geometry_of(folder, cluster.model, page_size=1, dtype=section.dtype)
     host = section.address.rpartition(":")[0]
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -199,19 +224,33 @@ async def serve(cluster: Cluster, name: str) -> int:
         stack.callback(engine.close)
         arena = SlotArena(engine, section.num_slots, section.slot_kb * 1024)
         stack.callback(arena.close)
+        writer = Writer(
+            engine,
+            write_seconds=cluster.deadlines.write,
+            max_bytes_in_flight=section.num_slots * section.slot_kb * 1024,
+        )
+        stack.callback(writer.close)
         epoch = secrets.token_hex(8)
         receiver = Receiver(
             engine,
             arena,
+            writer,
             epoch=epoch,
             address=server.address,
             geometry=geometry,
-            slots_per_writer=section.slots_per_writer,
-            reply_seconds=cluster.deadlines.reply,
-            acknowledge_seconds=cluster.deadlines.acknowledge,
-            stop_seconds=cluster.deadlines.stop,
+            options=ReceiverOptions(
+                slots_per_writer=section.slots_per_writer,
+                reply_seconds=cluster.deadlines.reply,
+                acknowledge_seconds=cluster.deadlines.acknowledge,
+                stop_seconds=cluster.deadlines.stop,
+                lease_seconds=cluster.deadlines.lease,
+                resume_seconds=cluster.deadlines.resume,
+                wire_dtype=section.wire_dtype,
+                direct=section.delivery == "direct",
+                digests=section.digests,
+            ),
         )
-        stack.callback(receiver.close)
+        stack.push_async_callback(receiver.close)
         decoder = await asyncio.to_thread(
             Decoder,
             folder.path,

@@ -16,8 +16,10 @@ import torch
 from transformers import AttentionInterface, Cache
 
 from headwater.v1 import common_pb2
+from kv_transfer import memory
 from kv_transfer.geometry import Box, CellSize, PagedLayout, Span
 from kv_transfer.incoming import PagedDestination
+from kv_transfer.memory import HostBuffer
 
 NAME = "headwater_ragged"
 
@@ -25,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class RequestKv:
-    """One request's KV for all layers; also the `Destination` of its transfer.
+    """One request's KV for all layers; also the `DirectDestination` of its transfer.
 
     Args:
         capacity: tokens, prompt and answer.
@@ -34,10 +36,12 @@ class RequestKv:
     def __init__(self, geometry: common_pb2.Geometry, capacity: int) -> None:
         layers, heads = Span(0, geometry.num_layers), Span(0, geometry.num_kv_heads)
         # One page that holds the whole request.
-        layout = PagedLayout(layers, heads, capacity, 1, CellSize.of(geometry))
-        self._memory = torch.empty(layout.total_bytes, dtype=torch.uint8)
-        self._destination = PagedDestination(layout, [0], self._memory.data_ptr())
-        flat = self._memory.view(DTYPES[geometry.dtype])
+        self.layout = PagedLayout(layers, heads, capacity, 1, CellSize.of(geometry))
+        self.pages = [0]
+        self._buffer = HostBuffer(self.layout.total_bytes)
+        self.address = self._buffer.address
+        self._paged = PagedDestination(self.layout, self.pages, self.address)
+        flat = torch.frombuffer(memory.view(self.address, self.layout.total_bytes), dtype=DTYPES[geometry.dtype])
         shapes = [(capacity, len(heads), geometry.key_size), (capacity, len(heads), geometry.value_size)]
         views = flat.split([torch.Size(shape).numel() for shape in shapes] * geometry.num_layers)
         self.keys_CHK = [view.view(shapes[0]) for view in views[::2]]
@@ -45,7 +49,19 @@ class RequestKv:
 
     def unpack(self, box: Box, address: int) -> None:
         """See `kv_transfer.incoming.Destination`."""
-        self._destination.unpack(box, address)
+        self._paged.unpack(box, address)
+
+    def pack(self, box: Box, address: int) -> None:
+        """See `kv_transfer.incoming.Destination`."""
+        self._paged.pack(box, address)
+
+    def retire(self) -> None:
+        """See `kv_transfer.incoming.DirectDestination`. The memory itself is given back by `close`."""
+        self._buffer.retire()
+
+    def close(self) -> None:
+        """Nobody reads the KV any more."""
+        self._buffer.give_back_memory()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Model(Struct, frozen=True, forbid_unknown_fields=True):
     path: str
     # Overrides max_position_embeddings of config.json.
     max_context_tokens: Positive | None = None
-    # "auto": bfloat16 where the processor computes it natively, else float32. Prefill and decode must agree.
+    # "auto": bfloat16 where the processor computes it natively, else float32.
     dtype: Dtype = "auto"
 
 
@@ -77,6 +77,8 @@ class Prefill(Struct, frozen=True, forbid_unknown_fields=True):
     cores: tuple[Annotated[int, Meta(ge=0)], ...] = ()
     # Memory of one rank for packed KV on its way out.
     send_buffer_mb: Positive = 32
+    # Replaces model.dtype for this group; KV is converted on its way to decode nodes of another one.
+    dtype: Dtype | None = None
     metrics_port: Port = 0
     transport: Transport = "auto"
 
@@ -96,6 +98,17 @@ class Decode(Struct, frozen=True, forbid_unknown_fields=True):
     num_slots: Positive = 32
     # Slots that one writer of one transfer may own.
     slots_per_writer: Positive = 2
+    # "staged": writers write packed KV into landing slots, whatever the layouts. "direct": they write page to page
+    # into the request's memory where that pays, which saves two copies; a writer that is lost costs the memory's
+    # addresses.
+    delivery: Literal["staged", "direct"] = "staged"
+    # Element type of KV on its way: "auto" is the narrower of the two groups' types. "float8_e4m3fn" halves the
+    # bytes of bfloat16 and rounds (`kv_transfer.wire` states the error).
+    wire_dtype: Literal["auto", "float8_e4m3fn"] = "auto"
+    # Check every box of KV against a digest of what was sent.
+    digests: bool = True
+    # Replaces model.dtype for this node; KV is converted on its way.
+    dtype: Dtype | None = None
     metrics_port: Port = 0
     transport: Transport = "auto"
 
@@ -111,10 +124,14 @@ class Deadlines(Struct, frozen=True, forbid_unknown_fields=True):
     worker_start: Seconds = 600.0
     # One step through the whole pipeline.
     step: Seconds = 600.0
-    # One write by the transfer engine (MC_TRANSFER_TIMEOUT; Mooncake's floor is 5).
-    write: Annotated[float, Meta(ge=5, le=86_400)] = 30.0
+    # One write by the transfer engine. It is given up for the transfer then, and watched until it is over.
+    write: Seconds = 30.0
     # The receiver acknowledges a receipt, or grants a slot.
     acknowledge: Seconds = 60.0
+    # A transfer's next chunk arrives; starts with its first chunk. Longer than a chunk takes to compute.
+    lease: Seconds = 120.0
+    # What was delivered (or was to be) is kept after the other group was lost, for another one to go on from.
+    resume: Seconds = 10.0
     # Both legs of a cancelled or finished request end.
     stop: Seconds = 10.0
 

@@ -25,12 +25,17 @@ class Event(enum.StrEnum):
     TOKENIZED = "tokenized"  # router
     GRANTED = "granted"  # decode: admitted, grant sent
     PAIRED = "paired"  # router: has the grant
+    RESUMED = "resumed"  # router: another group goes on where one was lost
     QUEUED = "queued"  # leader: accepted
     SCHEDULED = "scheduled"  # leader: first step sent to the workers
     CHUNK_STARTED = "chunk_started"  # worker: computing [start, end)
     CHUNK_COMPUTED = "chunk_computed"  # worker
     KV_WRITTEN = "kv_written"  # worker: one box is in its landing slot
     RECEIPT = "receipt"  # decode: one box verified and unpacked
+    SUSPENDED = "suspended"  # decode: an attempt was lost; what is verified is kept for the next
+    FETCHED = "fetched"  # worker: has taken over what earlier attempts verified
+    DELIVERY_LOST = "delivery_lost"  # leader: the decode node is gone; pages are kept for a redirect
+    REDIRECTED = "redirected"  # leader: the KV goes to another decode node
     FIRST_TOKEN_SAMPLED = "first_token_sampled"  # noqa: S105 - leader knows it
     FIRST_TOKEN_SENT = "first_token_sent"  # noqa: S105 - router: handed to the client's stream
     RELEASED = "released"  # leader: every rank quiesced, pages free

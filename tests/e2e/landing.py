@@ -13,8 +13,9 @@ from headwater.rpc import Server
 from headwater.v1 import prefill_pb2, transfer_pb2_grpc
 from kv_transfer.connectors.ragged import RequestKv
 from kv_transfer.mooncake import MooncakeEngine
-from kv_transfer.receiver import Receiver, TransferServicer
+from kv_transfer.receiver import Receiver, ReceiverOptions, TransferServicer
 from kv_transfer.slots import SlotArena
+from kv_transfer.writer import Writer
 from tests.harness import GREEDY, prefill_stub
 
 
@@ -26,23 +27,22 @@ class Landed:
     first_token: int
 
 
-async def landed_kv(cluster: Cluster, group: str, token_ids: Sequence[int]) -> Landed:
+async def landed_kv(cluster: Cluster, group: str, token_ids: Sequence[int], *, direct: bool = False) -> Landed:
     """Runs one prompt on `group` and has its KV delivered here, over Mooncake."""
     engine = MooncakeEngine("127.0.0.1", "auto", cluster.deadlines.write)
     arena = SlotArena(engine, 32, 4 * 1024 * 1024)
+    writer = Writer(engine, write_seconds=cluster.deadlines.write, max_bytes_in_flight=arena.slot_bytes)
     server = Server("127.0.0.1:0", ["headwater.v1.TransferService"])
     async with prefill_stub(cluster.prefill_named(group).address) as stub:
         described = await stub.DescribePrefill(prefill_pb2.DescribePrefillRequest())
         receiver = Receiver(
             engine,
             arena,
+            writer,
             epoch="test",
             address=server.address,
             geometry=described.geometry,
-            slots_per_writer=2,
-            reply_seconds=5,
-            acknowledge_seconds=60,
-            stop_seconds=10,
+            options=ReceiverOptions(direct=direct),
         )
         transfer_pb2_grpc.add_TransferServiceServicer_to_server(TransferServicer(receiver), server.grpc_server)
         await server.start()
@@ -50,14 +50,15 @@ async def landed_kv(cluster: Cluster, group: str, token_ids: Sequence[int]) -> L
             kv = RequestKv(described.geometry, len(token_ids))
             incoming = receiver.expect(uuid.uuid4().hex, 1, len(token_ids), kv)
             request = prefill_pb2.PrefillRequest(
-                request_id=uuid.uuid4().hex, token_ids=token_ids, sampling=GREEDY, grant=incoming.grant
+                request_id=uuid.uuid4().hex, token_ids=token_ids, sampling=GREEDY, grant=receiver.grant(incoming)
             )
             events = [event async for event in stub.Prefill(request)]
             delivery = await incoming.committed()
             assert events[-1].completed.bytes_sent == delivery.num_bytes
         finally:
             await server.stop(5)
-            receiver.close()
+            await receiver.close()
+            writer.close()
             arena.check()
             assert (arena.held, arena.quarantined) == (0, 0)
             arena.close()

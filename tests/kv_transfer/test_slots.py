@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from headwater.errors import CapacityError, DeadlinePassed
+from kv_transfer import memory
 from kv_transfer.memory_engine import MemoryFabric
 from kv_transfer.slots import SlotArena
 
@@ -30,8 +31,36 @@ def test_slots_are_given_in_order_of_asking_and_balance() -> None:
         arena.release("c")
         assert (arena.free, arena.held, arena.quarantined) == (1, 0, 2)
         arena.check()
-        with pytest.raises(CapacityError, match="2 are quarantined"):
-            await arena.acquire("d", 2, 1)
+        with pytest.raises(CapacityError, match="4 transfer slots were asked for and there are 3"):
+            await arena.acquire("d", 4, 1)
+        arena.close()
+
+    asyncio.run(run())
+
+
+def test_a_quarantined_slot_comes_back_with_other_memory() -> None:
+    async def run() -> None:
+        engine = MemoryFabric().engine("a")
+        arena = SlotArena(engine, 2, 4096)
+        (slot,) = await arena.acquire("lost", 1, 1)
+        old = arena.address(slot)
+        memory.view(old, 4096)[:] = b"x" * 4096
+        quarantined = arena.quarantine("lost")
+        assert quarantined == {slot}
+        waiting = asyncio.ensure_future(arena.acquire("next", 2, 60))
+        await arena.replace(quarantined)
+        assert slot in await waiting
+        assert arena.address(slot) != old
+        assert not engine.registered(old, 1)
+        # A late write there does no harm: the addresses are nobody's, and their memory was given back.
+        assert bytes(memory.view(old, 4096)) == bytes(4096)
+        assert (arena.quarantined, arena.retired) == (0, 1)
+        arena.release("next")
+        arena.check()
+        for _ in range(50):
+            (slot,) = await arena.acquire("lost", 1, 1)
+            await arena.replace(arena.quarantine("lost"))
+            assert arena.address(slot) != old
         arena.close()
 
     asyncio.run(run())

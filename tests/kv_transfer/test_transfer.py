@@ -3,154 +3,79 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
-import itertools
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 
+import grpc
 import numpy as np
 import pytest
 
-from headwater.errors import HeadwaterError, PeerUnavailable, StalePeer, TransferFailed
-from headwater.rpc import Server
-from headwater.v1 import common_pb2, transfer_pb2_grpc
+from headwater.errors import DeadlinePassed, InvalidRequest, PeerUnavailable, StalePeer, TransferFailed, from_rpc_error
+from headwater.rpc import open_channel
+from headwater.v1 import common_pb2, transfer_pb2, transfer_pb2_grpc
 from kv_transfer.engine import WriteFailed
-from kv_transfer.geometry import Box, CellSize, PagedLayout, Span
-from kv_transfer.incoming import Incoming, PagedDestination
-from kv_transfer.memory_engine import Faults, MemoryFabric
-from kv_transfer.receiver import Receiver, TransferServicer
-from kv_transfer.sender import SEGMENT_BYTES, Outgoing, PagedSource, Sender
-from kv_transfer.slots import SlotArena
+from kv_transfer.geometry import Box, Span
+from kv_transfer.memory_engine import Faults
+from kv_transfer.receiver import ReceiverOptions
+from kv_transfer.sender import Outgoing
+from kv_transfer.session import ReceiverState
+from tests.kv_transfer.world import (
+    HEADS,
+    KEY,
+    LAYERS,
+    VALUE,
+    PrefillGroup,
+    Shape,
+    Transfer,
+    World,
+    assert_landed,
+    until,
+    world,
+)
 
-GEOMETRY = common_pb2.Geometry(num_layers=5, num_kv_heads=4, key_size=8, value_size=6, dtype="float32", page_size=4)
-CELL = CellSize.of(GEOMETRY)
 NUM_TOKENS = 37
+PAGES = [9, 3, 4, 5, 14, 0, 1, 11, 12, 7]
 
 
-class Rank:
-    """A source rank: random KV in scattered pages."""
-
-    def __init__(self, world: World, rank: int, layers: Span, heads: Span) -> None:
-        self.layout = PagedLayout(layers, heads, page_size=4, num_pages=16, cell=CELL)
-        random = np.random.default_rng(rank)
-        self.pages = random.permutation(16)[:10].tolist()
-        self.pool = random.integers(0, 256, self.layout.total_bytes, dtype=np.uint8)
-        engine = world.fabric.engine(f"rank{rank}")
-        self.arena = SlotArena(engine, 2, SEGMENT_BYTES)
-        self.sender = Sender(
-            engine,
-            self.arena,
-            PagedSource(self.layout, self.pool.ctypes.data),
-            rank=rank,
-            epoch=f"e{rank}",
-            reply_seconds=5,
-            acknowledge_seconds=5,
-        )
-        self.failures: list[HeadwaterError] = []
-
-    def open(self, grant: common_pb2.Grant) -> Outgoing:
-        return self.sender.open(grant, self.pages, self.failures.append)
+def chunks(start: int = 0) -> list[Span]:
+    return [Span(at, min(at + 10, NUM_TOKENS)) for at in range(start, NUM_TOKENS, 10)]
 
 
-@dataclasses.dataclass
-class World:
-    """A receiver and the ranks of a PP2·TP2 prefill group."""
-
-    fabric: MemoryFabric
-    receiver: Receiver
-    arena: SlotArena
-    target: np.ndarray  # type: ignore[type-arg]
-    ranks: list[Rank] = dataclasses.field(default_factory=list)
-
-    def expect(self, name: str = "t1") -> Incoming:
-        layout = PagedLayout(Span(0, 5), Span(0, 4), page_size=NUM_TOKENS, num_pages=1, cell=CELL)
-        return self.receiver.expect(name, 1, NUM_TOKENS, PagedDestination(layout, [0], self.target.ctypes.data))
-
-    def check_landed(self) -> None:
-        """Every cell of the destination equals its source."""
-        for rank in self.ranks:
-            for layer, part in itertools.product(range(rank.layout.layers.start, rank.layout.layers.end), (0, 1)):
-                source = _part(rank.pool, rank.layout, layer, part)
-                slots = [rank.pages[token // 4] * 4 + token % 4 for token in range(NUM_TOKENS)]
-                layout = PagedLayout(Span(0, 5), Span(0, 4), NUM_TOKENS, 1, CELL)
-                landed = _part(self.target, layout, layer, part)
-                heads = slice(rank.layout.heads.start, rank.layout.heads.end)
-                np.testing.assert_array_equal(landed[:, heads], source[slots])
+def start(made: World, name: str = "t1") -> tuple[Transfer, list[Outgoing]]:
+    """A transfer that nothing has been sent of; all of its KV is computed."""
+    transfer = made.decode.expect(name, NUM_TOKENS, made.prefill.shape.dtype)
+    made.prefill.compute(name, NUM_TOKENS, PAGES, range(NUM_TOKENS))
+    return transfer, made.prefill.open(transfer.grant, PAGES)
 
 
-def _part(pool: np.ndarray, layout: PagedLayout, layer: int, part: int) -> np.ndarray:  # type: ignore[type-arg]
-    size = (CELL.key_bytes, CELL.value_bytes)[part]
-    start = (layer - layout.layers.start) * layout.layer_bytes + part * layout.part_bytes[0]
-    slots = layout.num_pages * layout.page_size
-    flat = pool[start : start + slots * len(layout.heads) * size]
-    return flat.reshape(slots, len(layout.heads), size)
+def send_all(outgoing: Sequence[Outgoing], spans: Sequence[Span]) -> None:
+    for tokens in spans:
+        for one in outgoing:
+            one.send(tokens)
+    for one in outgoing:
+        one.finish(99 if one is outgoing[-1] else None)
 
 
-@contextlib.asynccontextmanager
-async def world(faults: Faults = Faults(), slot_bytes: int = 400) -> AsyncIterator[World]:  # noqa: B008 - frozen
-    fabric = MemoryFabric(faults)
-    engine = fabric.engine("decode")
-    arena = SlotArena(engine, 8, slot_bytes)
-    server = Server("127.0.0.1:0", ["headwater.v1.TransferService"])
-    receiver = Receiver(
-        engine,
-        arena,
-        epoch="now",
-        address=server.address,
-        geometry=GEOMETRY,
-        slots_per_writer=2,
-        reply_seconds=5,
-        acknowledge_seconds=5,
-        stop_seconds=5,
-    )
-    transfer_pb2_grpc.add_TransferServiceServicer_to_server(TransferServicer(receiver), server.grpc_server)
-    await server.start()
-    layout = PagedLayout(Span(0, 5), Span(0, 4), page_size=NUM_TOKENS, num_pages=1, cell=CELL)
-    made = World(fabric, receiver, arena, np.zeros(layout.total_bytes, dtype=np.uint8))
-    for rank, (layers, heads) in enumerate(itertools.product((Span(0, 2), Span(2, 5)), (Span(0, 2), Span(2, 4)))):
-        made.ranks.append(Rank(made, rank, layers, heads))
-    try:
-        yield made
-    finally:
-        await server.stop(5)
-        receiver.close()
-        arena.check()
-        assert receiver.open_transfers == 0
-        assert arena.held == 0
-        for rank in made.ranks:
-            rank.sender.close()
-            rank.arena.check()
-            assert rank.arena.held == 0
+async def abort_all(transfer: Transfer) -> None:
+    for incoming in transfer.incoming:
+        await incoming.abort("over", 5)
 
 
-def chunks() -> list[Span]:
-    return [Span(start, min(start + 10, NUM_TOKENS)) for start in range(0, NUM_TOKENS, 10)]
-
-
-async def deliver(made: World, incoming: Incoming) -> list[Outgoing]:
-    outgoing = [rank.open(incoming.grant) for rank in made.ranks]
-    for tokens in chunks():
-        for transfer in outgoing:
-            transfer.send(tokens)
-    for transfer in outgoing:
-        transfer.finish(99 if transfer is outgoing[2] else None)
-    return outgoing
-
-
-@pytest.mark.parametrize("faults", [Faults(), Faults(seed=3, overtaken_by=3)])
+@pytest.mark.parametrize("faults", [Faults(), Faults(seed=3, overtaken_by=6), Faults(seed=4, duplicate=0.3)])
 def test_all_ranks_deliver_and_every_byte_is_right(faults: Faults) -> None:
     async def run() -> None:
         async with world(faults) as made:
-            incoming = made.expect()
-            outgoing = await deliver(made, incoming)
-            delivery = await incoming.committed()
+            transfer, outgoing = start(made)
+            send_all(outgoing, chunks())
+            delivery = await transfer.incoming[0].committed()
             assert delivery.first_token == 99
-            assert delivery.num_bytes == NUM_TOKENS * 5 * 4 * CELL.total
-            made.check_landed()
-            for transfer in outgoing:
-                sent = await transfer.ended()
-                assert sent.error is None
-            assert made.arena.quarantined == 0
+            assert delivery.num_bytes == NUM_TOKENS * LAYERS * HEADS * (KEY + VALUE) * 4
+            assert_landed(transfer, "float32")
+            for one in outgoing:
+                assert (await one.ended()).error is None
+            # Those that land twice hit slots that nobody reads any more.
+            made.fabric.land_late()
+            assert_landed(transfer, "float32")
+            assert made.decode.ranks[0].arena.retired == 0
 
     asyncio.run(run())
 
@@ -158,19 +83,16 @@ def test_all_ranks_deliver_and_every_byte_is_right(faults: Faults) -> None:
 def test_nothing_commits_before_the_last_cell_and_the_first_token() -> None:
     async def run() -> None:
         async with world() as made:
-            incoming = made.expect()
-            outgoing = [rank.open(incoming.grant) for rank in made.ranks]
-            for transfer in outgoing[:3]:
-                for tokens in chunks():
-                    transfer.send(tokens)
-                transfer.finish(99 if transfer is outgoing[2] else None)
-            for transfer in outgoing[:3]:
-                assert (await transfer.ended()).error is None
+            transfer, outgoing = start(made)
+            incoming = transfer.incoming[0]
+            send_all(outgoing[1:], chunks())
+            for one in outgoing[1:]:
+                assert (await one.ended()).error is None
             assert not incoming.session.terminal
-            assert incoming.coverage.missing == NUM_TOKENS * 3 * 2
+            assert incoming.coverage.missing == NUM_TOKENS * 2 * 2
             for tokens in chunks():
-                outgoing[3].send(tokens)
-            outgoing[3].finish(None)
+                outgoing[0].send(tokens)
+            outgoing[0].finish(None)
             assert (await incoming.committed()).first_token == 99
 
     asyncio.run(run())
@@ -179,36 +101,66 @@ def test_nothing_commits_before_the_last_cell_and_the_first_token() -> None:
 def test_a_dropped_write_is_found_by_its_digest_and_nothing_is_committed() -> None:
     async def run() -> None:
         async with world(Faults(seed=1, drop=0.2)) as made:
-            incoming = made.expect()
-            outgoing = await deliver(made, incoming)
+            transfer, outgoing = start(made)
+            send_all(outgoing, chunks())
             with pytest.raises(TransferFailed, match="do not have the digest"):
-                await incoming.committed()
-            errors = [(await transfer.ended()).error for transfer in outgoing]
+                await transfer.incoming[0].committed()
+            errors = [(await one.ended()).error for one in outgoing]
             assert any(isinstance(error, TransferFailed) for error in errors)
             # Every writer was told, and vouched for its writes.
-            await incoming.abort("over", 5)
-            assert made.arena.quarantined == 0
+            await abort_all(transfer)
+            assert made.decode.ranks[0].arena.retired == 0
 
     asyncio.run(run())
 
 
-def test_a_failed_write_fails_the_transfer_and_quarantines_the_writers_slots() -> None:
+@pytest.mark.parametrize("faults", [Faults(seed=2, late=0.05), Faults(seed=2, fail=0.05), Faults(seed=2, refuse=0.05)])
+def test_a_failed_write_fails_the_transfer_and_its_slots_get_new_memory(faults: Faults) -> None:
     async def run() -> None:
-        async with world(Faults(seed=2, late=0.05)) as made:
-            incoming = made.expect()
-            outgoing = await deliver(made, incoming)
+        async with world(faults) as made:
+            arena = made.decode.ranks[0].arena
+            known = {arena.address(slot) for slot in range(arena.num_slots)}
+            transfer, outgoing = start(made)
+            send_all(outgoing, chunks())
             with pytest.raises(TransferFailed):
-                await incoming.committed()
-            ended = [await transfer.ended() for transfer in outgoing]
+                await transfer.incoming[0].committed()
+            ended = [await one.ended() for one in outgoing]
             assert all(sent.error is not None for sent in ended)
             assert any(isinstance(sent.error, WriteFailed) for sent in ended)
             failed_writers = sum(not sent.quiesced for sent in ended)
-            await incoming.abort("over", 5)
-            assert made.arena.quarantined == 2 * failed_writers
-            # The bytes land after all, and hit nothing that is in use.
-            before = made.target.copy()
-            assert made.fabric.land_late() >= 1
-            np.testing.assert_array_equal(before, made.target)
+            # A write that was refused never began.
+            assert (failed_writers == 0) == (faults.refuse > 0)
+            await abort_all(transfer)
+            await until(lambda: arena.quarantined == 0)
+            assert arena.retired == 2 * failed_writers
+            assert (
+                len(known & {arena.address(slot) for slot in range(arena.num_slots)}) == arena.num_slots - arena.retired
+            )
+            # The bytes land after all, and hit nothing.
+            made.fabric.land_late()
+            made.fabric.faults = Faults()
+            again, outgoing = start(made, "t2")
+            send_all(outgoing, chunks())
+            await again.incoming[0].committed()
+            assert_landed(again, "float32")
+
+    asyncio.run(run())
+
+
+def test_a_write_that_hangs_is_given_up_by_its_deadline_and_its_segment_waits_for_it() -> None:
+    async def run() -> None:
+        async with world(Faults(seed=2, hang=0.05), write_seconds=0.3) as made:
+            transfer, outgoing = start(made)
+            send_all(outgoing, chunks())
+            with pytest.raises(TransferFailed):
+                await transfer.incoming[0].committed()
+            ended = [await asyncio.wait_for(one.ended(), 5) for one in outgoing]
+            assert any("not done within 0.3 s (deadlines.write)" in str(sent.error) for sent in ended)
+            held = sum(rank.arena.held for rank in made.prefill.ranks)
+            # One segment for each write that is still under way.
+            assert held == made.fabric.land_late() >= 1
+            await until(lambda: all(rank.arena.held == 0 for rank in made.prefill.ranks))
+            await abort_all(transfer)
 
     asyncio.run(run())
 
@@ -216,18 +168,17 @@ def test_a_failed_write_fails_the_transfer_and_quarantines_the_writers_slots() -
 def test_the_receiver_aborts_and_every_writer_quiesces() -> None:
     async def run() -> None:
         async with world() as made:
-            incoming = made.expect()
-            outgoing = [rank.open(incoming.grant) for rank in made.ranks]
-            for transfer in outgoing:
-                transfer.send(chunks()[0])
+            transfer, outgoing = start(made)
+            for one in outgoing:
+                one.send(chunks()[0])
             await asyncio.sleep(0)
-            await incoming.abort("the client left", 5)
+            await transfer.incoming[0].abort("the client left", 5)
             with pytest.raises(TransferFailed, match="the client left"):
-                await incoming.committed()
-            for transfer in outgoing:
-                transfer.abort()
-                assert (await transfer.ended()).error is not None
-            assert made.arena.quarantined == 0
+                await transfer.incoming[0].committed()
+            for one in outgoing:
+                one.abort()
+                assert (await one.ended()).error is not None
+            assert made.decode.ranks[0].arena.retired == 0
 
     asyncio.run(run())
 
@@ -235,18 +186,25 @@ def test_the_receiver_aborts_and_every_writer_quiesces() -> None:
 def test_the_sender_aborts_and_the_receiver_learns_why() -> None:
     async def run() -> None:
         async with world() as made:
-            incoming = made.expect()
-            outgoing = [rank.open(incoming.grant) for rank in made.ranks]
-            for transfer in outgoing:
-                transfer.send(chunks()[0])
-                transfer.abort()
+            transfer, outgoing = start(made)
+            for one in outgoing:
+                one.send(chunks()[0])
+                one.abort()
             with pytest.raises(TransferFailed, match="aborted"):
-                await incoming.committed()
-            for transfer in outgoing:
-                await transfer.ended()
-            assert [rank.failures for rank in made.ranks] == [[], [], [], []]
+                await transfer.incoming[0].committed()
+            for one in outgoing:
+                await one.ended()
+            assert [rank.failures for rank in made.prefill.ranks] == [[], [], [], []]
 
     asyncio.run(run())
+
+
+def forge(grant: common_pb2.Grant, **change: object) -> common_pb2.Grant:
+    forged = common_pb2.Grant()
+    forged.CopyFrom(grant)
+    for field, value in change.items():
+        setattr(forged if field in ("attempt", "transfer_id") else forged.targets[0], field, value)
+    return forged
 
 
 @pytest.mark.parametrize(
@@ -258,22 +216,56 @@ def test_the_sender_aborts_and_the_receiver_learns_why() -> None:
         ({"transfer_id": "other"}, "not expected here"),
     ],
 )
-def test_a_grant_of_another_time_is_refused(change: dict[str, object], message: str) -> None:
+def test_a_grant_of_another_time_is_refused_and_changes_nothing(change: dict[str, object], message: str) -> None:
     async def run() -> None:
         async with world() as made:
-            incoming = made.expect()
-            forged = common_pb2.Grant()
-            forged.CopyFrom(incoming.grant)
-            for field, value in change.items():
-                setattr(forged, field, value)
-            transfer = made.ranks[0].open(forged)
-            transfer.finish(None)
-            error = (await transfer.ended()).error
+            transfer, outgoing = start(made)
+            rank = made.prefill.ranks[0]
+            stale = rank.sender.open(forge(transfer.grant, **change), PAGES, rank.failures.append)
+            stale.finish(None)
+            error = (await stale.ended()).error
             assert isinstance(error, StalePeer)
             assert message in str(error)
-            assert made.ranks[0].failures == [error]
-            assert not incoming.session.terminal
-            await incoming.abort("over", 5)
+            assert rank.failures == [error]
+            # The transfer itself goes on as if nothing had been.
+            send_all(outgoing, chunks())
+            await transfer.incoming[0].committed()
+            assert_landed(transfer, "float32")
+
+    asyncio.run(run())
+
+
+def test_a_replayed_delivery_is_refused() -> None:
+    async def run() -> None:
+        async with world() as made:
+            transfer, outgoing = start(made)
+            rank = made.prefill.ranks[0]
+            for tokens in chunks():
+                outgoing[0].send(tokens)
+            outgoing[0].finish(None)
+            assert (await outgoing[0].ended()).error is None
+            again = rank.sender.open(transfer.grant, PAGES, rank.failures.append)
+            again.finish(None)
+            assert "rank 0 has already opened a delivery" in str((await again.ended()).error)
+            send_all(outgoing[1:], chunks())
+            await transfer.incoming[0].committed()
+            assert_landed(transfer, "float32")
+
+    asyncio.run(run())
+
+
+def test_a_grant_whose_transfer_is_over_is_refused() -> None:
+    async def run() -> None:
+        async with world() as made:
+            transfer, outgoing = start(made)
+            send_all(outgoing, chunks())
+            await transfer.incoming[0].committed()
+            for one in outgoing:
+                await one.ended()
+            late = made.prefill.open(transfer.grant, PAGES)
+            for one in late:
+                one.finish(None)
+                assert isinstance((await one.ended()).error, StalePeer)
 
     asyncio.run(run())
 
@@ -281,16 +273,18 @@ def test_a_grant_of_another_time_is_refused(change: dict[str, object], message: 
 def test_an_unreachable_receiver_fails_the_transfer_at_once() -> None:
     async def run() -> None:
         async with world() as made:
-            incoming = made.expect()
-            lost = common_pb2.Grant()
-            lost.CopyFrom(incoming.grant)
-            lost.transfer_address = "127.0.0.1:1"
-            transfer = made.ranks[0].open(lost)
-            transfer.finish(None)
-            error = (await transfer.ended()).error
+            transfer, outgoing = start(made)
+            rank = made.prefill.ranks[0]
+            lost = forge(transfer.grant, transfer_address="127.0.0.1:1")
+            one = rank.sender.open(lost, PAGES, rank.failures.append)
+            one.finish(None)
+            error = (await one.ended()).error
             assert isinstance(error, PeerUnavailable)
             assert "127.0.0.1:1" in str(error)
-            await incoming.abort("over", 5)
+            for other in outgoing:
+                other.abort()
+                await other.ended()
+            await abort_all(transfer)
 
     asyncio.run(run())
 
@@ -298,14 +292,279 @@ def test_an_unreachable_receiver_fails_the_transfer_at_once() -> None:
 def test_a_box_that_arrives_twice_fails_the_transfer() -> None:
     async def run() -> None:
         async with world() as made:
-            incoming = made.expect()
-            transfer = made.ranks[0].open(incoming.grant)
-            transfer.send(Span(0, 10))
-            transfer.send(Span(5, 15))
+            transfer, outgoing = start(made)
+            outgoing[0].send(Span(0, 10))
+            outgoing[0].send(Span(5, 15))
             with pytest.raises(TransferFailed, match="overlaps what has already arrived"):
-                await incoming.committed()
-            transfer.abort()
-            await transfer.ended()
+                await transfer.incoming[0].committed()
+            for one in outgoing:
+                one.abort()
+                await one.ended()
+
+    asyncio.run(run())
+
+
+def test_a_lease_starts_with_the_first_chunk_and_runs_out_without_new_work() -> None:
+    """S05, S07, S09: what waits for ever is ended by a reaper; what only queues is not."""
+
+    async def run() -> None:
+        async with world(options=ReceiverOptions(lease_seconds=0.5)) as made:
+            queueing = made.decode.expect("queueing", NUM_TOKENS)
+            transfer, outgoing = start(made)
+            outgoing[0].send(chunks()[0])
+            with pytest.raises(DeadlinePassed, match=r"no chunk came for 0.5 s \(deadlines.lease\)"):
+                await transfer.incoming[0].committed()
+            for one in outgoing:
+                one.abort()
+                assert (await one.ended()).error is not None
+            # It has been waiting for longer than a lease, and nothing has come yet.
+            assert queueing.incoming[0].session.state is ReceiverState.GRANTED
+            await abort_all(queueing)
+
+    asyncio.run(run())
+
+
+def test_the_next_attempt_goes_on_from_the_last_verified_chunk() -> None:
+    async def run() -> None:
+        options = ReceiverOptions(resume_seconds=30)
+        async with world(options=options, target=Shape(page_size=7)) as made:
+            transfer, outgoing = start(made)
+            for tokens in chunks()[:2]:
+                for one in outgoing:
+                    one.send(tokens)
+            # The third chunk arrives from one rank only, and the group dies.
+            outgoing[0].send(chunks()[2])
+            await until(lambda: transfer.incoming[0].coverage.prefix() == 20)
+            for one in outgoing:
+                one.abort()
+                await one.ended()
+            change = await anext(transfer.incoming[0].changes())
+            assert (change.attempt, change.verified_tokens) == (1, 20)  # type: ignore[union-attr]
+            grant = await made.decode.regrant(transfer, 2)
+            assert (grant.attempt, grant.verified_tokens) == (2, 20)
+            # Another group, of another layout, that has computed nothing of this prompt.
+            other = PrefillGroup(made.fabric, Shape(3, 1, page_size=16), "p2")
+            for rank in other.ranks:
+                rank.scribble([2, 1, 0])
+                fetched = await rank.fetch(grant, [2, 1, 0])
+                assert fetched == 20 * len(rank.layout.layers) * HEADS * (KEY + VALUE) * 4
+            other.compute("t1", NUM_TOKENS, [2, 1, 0], range(20, NUM_TOKENS))
+            second = other.open(grant, [2, 1, 0])
+            send_all(second, chunks(start=20))
+            assert (await transfer.incoming[0].committed()).first_token == 99
+            assert_landed(transfer, "float32")
+            # What was fetched is what the first group computed.
+            for rank in other.ranks:
+                before = rank.pool.num_bytes and bytes(memoryview_of(rank))
+                rank.compute("t1", NUM_TOKENS, [2, 1, 0], range(NUM_TOKENS))
+                assert bytes(memoryview_of(rank)) == before
+            for one in second:
+                assert (await one.ended()).error is None
+            # The first group is refused from now on.
+            stale = made.prefill.ranks[0].sender.open(transfer.grant, PAGES, lambda _: None)
+            stale.finish(None)
+            assert isinstance((await stale.ended()).error, StalePeer)
+            other.close()
+
+    asyncio.run(run())
+
+
+def memoryview_of(rank: object) -> memoryview:
+    from kv_transfer import memory
+
+    return memory.view(rank.pool.address, rank.pool.num_bytes)  # type: ignore[attr-defined]
+
+
+def test_an_attempt_that_nobody_takes_over_fails_after_a_bounded_time() -> None:
+    async def run() -> None:
+        async with world(options=ReceiverOptions(resume_seconds=0.3)) as made:
+            transfer, outgoing = start(made)
+            for one in outgoing:
+                one.send(chunks()[0])
+                one.abort()
+            with pytest.raises(TransferFailed, match="no other began within 0.3 s"):
+                await transfer.incoming[0].committed()
+            with pytest.raises(StalePeer, match="cannot begin|not expected"):
+                await made.decode.regrant(transfer, 2)
+            for one in outgoing:
+                await one.ended()
+
+    asyncio.run(run())
+
+
+def test_an_attempt_out_of_turn_is_refused() -> None:
+    async def run() -> None:
+        async with world(options=ReceiverOptions(resume_seconds=30)) as made:
+            transfer, outgoing = start(made)
+            for attempt in (0, 1, 3):
+                with pytest.raises(StalePeer, match=f"attempt {attempt} cannot begin"):
+                    await made.decode.regrant(transfer, attempt)
+            send_all(outgoing, chunks())
+            await transfer.incoming[0].committed()
+            assert_landed(transfer, "float32")
+
+    asyncio.run(run())
+
+
+def test_the_kv_goes_to_another_decode_group_from_pages_still_held() -> None:
+    async def run() -> None:
+        async with world() as made:
+            transfer, outgoing = start(made)
+            for one in outgoing:
+                one.send(chunks()[0])
+            await abort_all(transfer)
+            for one in outgoing:
+                one.abort()
+                await one.ended()
+            # As a decode group of another layout would grant it.
+            from tests.kv_transfer.world import DecodeGroup
+
+            other = DecodeGroup(made.fabric, Shape(1, 2, page_size=5), "d2")
+            await other.start()
+            second = other.expect("t1", NUM_TOKENS, attempt=2)
+            outgoing = made.prefill.open(second.grant, PAGES)
+            send_all(outgoing, [Span(0, 10), *chunks()[1:]])
+            for incoming in second.incoming:
+                assert (await incoming.committed()).first_token == 99
+            assert_landed(second, "float32")
+            for one in outgoing:
+                assert (await one.ended()).error is None
+            await other.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("faults", [Faults(), Faults(seed=5, overtaken_by=5)])
+def test_page_to_page_delivery(faults: Faults) -> None:
+    async def run() -> None:
+        async with world(faults, options=ReceiverOptions(direct=True), target=Shape(page_size=6)) as made:
+            transfer, outgoing = start(made)
+            send_all(outgoing, chunks())
+            await transfer.incoming[0].committed()
+            assert_landed(transfer, "float32")
+            for one in outgoing:
+                assert (await one.ended()).error is None
+            # No landing slot was used.
+            assert made.decode.ranks[0].arena.free == made.decode.ranks[0].arena.num_slots
+            assert not transfer.kv[0].retired
+
+    asyncio.run(run())
+
+
+def test_page_to_page_delivery_by_a_lost_writer_costs_the_memory_its_addresses() -> None:
+    async def run() -> None:
+        async with world(Faults(seed=2, late=0.1), options=ReceiverOptions(direct=True)) as made:
+            transfer, outgoing = start(made)
+            send_all(outgoing, chunks())
+            with pytest.raises(TransferFailed):
+                await transfer.incoming[0].committed()
+            for one in outgoing:
+                await one.ended()
+            await until(lambda: transfer.kv[0].retired)
+            before = transfer.kv[0].content(NUM_TOKENS)
+            assert made.fabric.land_late() >= 1
+            # It was unregistered first.
+            for was, now in zip(before, transfer.kv[0].content(NUM_TOKENS), strict=True):
+                np.testing.assert_array_equal(was, now)
+
+    asyncio.run(run())
+
+
+def test_random_bytes_and_wrong_messages_are_refused_in_words() -> None:
+    async def run() -> None:
+        async with world() as made:
+            transfer, outgoing = start(made)
+            target = transfer.grant.targets[0]
+            key = common_pb2.TransferKey(transfer_id="t1", attempt=1, epoch=target.epoch)
+            opening = transfer_pb2.OpenDelivery(key=key, token=target.token, writer_rank=7)
+            wrong_key = common_pb2.TransferKey(transfer_id="t1", attempt=2, epoch=target.epoch)
+            async with open_channel(target.transfer_address) as channel:
+                stub = transfer_pb2_grpc.TransferServiceStub(channel)
+
+                async def refused(*messages: transfer_pb2.DeliverRequest) -> Exception:
+                    async def say() -> object:
+                        for message in messages:
+                            yield message
+
+                    with pytest.raises(grpc.aio.AioRpcError) as raised:
+                        async for _ in stub.Deliver(say()):
+                            pass
+                    return from_rpc_error(raised.value, "receiver")
+
+                assert "must begin with `open`" in str(await refused(transfer_pb2.DeliverRequest()))
+                assert "must begin with `open`" in str(await refused())
+                raw = channel.stream_stream("/headwater.v1.TransferService/Deliver")
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    async for _ in raw(iter([b"\xff\x00random"])):
+                        pass
+                assert raised.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+                fetch = transfer_pb2.OpenFetch(key=key, token=target.token, box=Box(*[Span(0, 1)] * 3).to_proto())
+
+                async def say_fetch() -> object:
+                    yield transfer_pb2.FetchRequest(open=fetch)
+
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    async for _ in stub.Fetch(say_fetch()):
+                        pass
+                assert isinstance(from_rpc_error(raised.value, "receiver"), InvalidRequest)
+                # So far nothing has changed.
+                send_all(outgoing, chunks())
+                await transfer.incoming[0].committed()
+                assert_landed(transfer, "float32")
+                # A message of another attempt, within a delivery.
+                second = made.decode.expect("t2", NUM_TOKENS)
+                opening.key.transfer_id = wrong_key.transfer_id = "t2"
+                opening.token = second.grant.targets[0].token
+                error = await refused(
+                    transfer_pb2.DeliverRequest(open=opening),
+                    transfer_pb2.DeliverRequest(receipt=transfer_pb2.Receipt(key=wrong_key)),
+                )
+                assert isinstance(error, StalePeer)
+                assert "attempt 2" in str(error)
+                with pytest.raises(StalePeer):
+                    await second.incoming[0].committed()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_bytes": 5}, "do not make"),
+        ({"slot": 999}, "is not this writer's"),
+        ({"digest": b""}, "has no digest"),
+        ({"box": common_pb2.KvBox(layer_start=3, layer_end=2)}, "empty or negative span"),
+        ({"box": Box(Span(0, 2), Span(0, 1), Span(36, 38)).to_proto(), "num_bytes": 224}, "lies outside"),
+    ],
+)
+def test_a_receipt_that_does_not_add_up_fails_the_transfer(change: dict[str, object], message: str) -> None:
+    async def run() -> None:
+        async with world() as made:
+            transfer = made.decode.expect("t1", NUM_TOKENS)
+            target = transfer.grant.targets[0]
+            key = common_pb2.TransferKey(transfer_id="t1", attempt=1, epoch=target.epoch)
+            async with open_channel(target.transfer_address) as channel:
+                call = transfer_pb2_grpc.TransferServiceStub(channel).Deliver()
+                opening = transfer_pb2.OpenDelivery(key=key, token=target.token)
+                await call.write(transfer_pb2.DeliverRequest(open=opening))
+                slots = (await call.read()).slots
+                receipt = transfer_pb2.Receipt(
+                    key=key,
+                    slot=slots.slots[0].slot,
+                    box=Box(Span(0, 1), Span(0, 1), Span(0, 1)).to_proto(),
+                    num_bytes=(KEY + VALUE) * 4,
+                    digest=b"d",
+                )
+                fields = {name: getattr(receipt, name) for name in ("slot", "box", "num_bytes", "digest")} | change
+                await call.write(
+                    transfer_pb2.DeliverRequest(receipt=transfer_pb2.Receipt(key=key, **fields))  # type: ignore[arg-type]
+                )
+                assert message in (await call.read()).abort.reason
+                close = transfer_pb2.CloseDelivery(key=key, quiesced=True)
+                await call.write(transfer_pb2.DeliverRequest(close=close))
+                assert (await call.read()).HasField("closed")
+            with pytest.raises(TransferFailed, match=message):
+                await transfer.incoming[0].committed()
 
     asyncio.run(run())
 

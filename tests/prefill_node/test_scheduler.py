@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headwater.errors import CapacityError, DuplicateTransfer, InvalidRequest
+from headwater.errors import CapacityError, DuplicateTransfer, InvalidRequest, StalePeer
 from headwater.v1 import common_pb2, worker_pb2
 from prefill_node.pages import PagePool
 from prefill_node.scheduler import Entry, Request, Scheduler
@@ -24,8 +24,8 @@ def make(max_queued: int = 100) -> Scheduler:
     )
 
 
-def request(name: str, num_tokens: int) -> Request:
-    return Request(name, list(range(num_tokens)), common_pb2.SamplingParams(), None)
+def request(name: str, num_tokens: int, grant: common_pb2.Grant | None = None) -> Request:
+    return Request(name, list(range(num_tokens)), common_pb2.SamplingParams(), grant)
 
 
 class Machine(RuleBasedStateMachine):
@@ -39,33 +39,83 @@ class Machine(RuleBasedStateMachine):
         self.alive: set[str] = set()
         self.steps: collections.deque[worker_pb2.Step] = collections.deque()
         self.computed: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
-        self.to_release: list[tuple[str, int]] = []
+        self.attempts: dict[str, int] = {}
+        # What was delivered by earlier attempts, and who has not fetched it yet.
+        self.verified: dict[str, int] = {}
+        self.to_fetch: list[tuple[str, int]] = []
+        self.to_release: list[tuple[str, int, int]] = []
         self.closed: set[str] = set()
+        self.cancelled: set[str] = set()
+        self.forgotten: set[str] = set()
 
     def apply(self, entries: list[Entry]) -> None:
         for entry in entries:
             if isinstance(entry, worker_pb2.Step):
-                assert sum(chunk.end - chunk.start for chunk in entry.chunks) <= CHUNK
-                for chunk in entry.chunks:
-                    assert chunk.request_id not in self.closed
-                    expected = self.computed[chunk.request_id][-1][1] if self.computed[chunk.request_id] else 0
-                    assert chunk.start == expected
-                    assert list(chunk.token_ids) == list(range(chunk.start, chunk.end))
-                    assert chunk.last == (chunk.end == self.sizes[chunk.request_id])
-                    self.computed[chunk.request_id].append((chunk.start, chunk.end))
-                self.steps.append(entry)
-            elif isinstance(entry, worker_pb2.CloseRequest) and entry.request_id not in self.closed:
-                self.closed.add(entry.request_id)
-                self.to_release += [(entry.request_id, rank) for rank in range(WORLD)]
-                if not entry.abort:
-                    assert self.computed[entry.request_id][-1][1] == self.sizes[entry.request_id]
+                self.on_step(entry)
+            elif isinstance(entry, worker_pb2.OpenRequest):
+                if self.verified[entry.request_id]:
+                    self.to_fetch += [(entry.request_id, rank) for rank in range(WORLD)]
+            elif isinstance(entry, worker_pb2.CloseRequest):
+                self.on_close(entry)
+            elif isinstance(entry, worker_pb2.RedirectDelivery):
+                name = entry.request_id
+                self.attempts[name] = entry.grant.attempt
+                if name in self.closed:
+                    self.to_release += [(name, rank, entry.grant.attempt) for rank in range(WORLD)]
+            else:
+                assert entry.request_id not in self.forgotten
+                self.forgotten.add(entry.request_id)
 
-    @rule(num_tokens=st.integers(1, PAGES * PAGE))
-    def submit(self, num_tokens: int) -> None:
+    def on_step(self, step: worker_pb2.Step) -> None:
+        assert sum(chunk.end - chunk.start for chunk in step.chunks) <= CHUNK
+        for chunk in step.chunks:
+            assert chunk.request_id not in self.closed
+            computed = self.computed[chunk.request_id]
+            assert chunk.start == (computed[-1][1] if computed else self.verified[chunk.request_id])
+            # Nothing is computed on top of what is not there.
+            assert not any(name == chunk.request_id for name, _ in self.to_fetch)
+            assert list(chunk.token_ids) == list(range(chunk.start, chunk.end))
+            assert chunk.last == (chunk.end == self.sizes[chunk.request_id])
+            computed.append((chunk.start, chunk.end))
+        self.steps.append(step)
+
+    def on_close(self, close: worker_pb2.CloseRequest) -> None:
+        name = close.request_id
+        if name in self.closed:
+            return
+        self.closed.add(name)
+        self.to_fetch = [waiting for waiting in self.to_fetch if waiting[0] != name]
+        self.to_release += [(name, rank, self.attempts[name]) for rank in range(WORLD)]
+        if not close.abort:
+            assert self.computed[name][-1][1] == self.sizes[name]
+
+    @rule(num_tokens=st.integers(1, PAGES * PAGE), attempt=st.integers(0, 2), verified=st.integers(0, PAGES * PAGE))
+    def submit(self, num_tokens: int, attempt: int, verified: int) -> None:
         name = f"r{next(self.names)}"
         self.sizes[name] = num_tokens
+        self.attempts[name] = attempt
+        self.verified[name] = min(verified, num_tokens - 1) if attempt > 1 else 0
         self.alive.add(name)
-        self.scheduler.submit(request(name, num_tokens))
+        grant = common_pb2.Grant(attempt=attempt, verified_tokens=self.verified[name]) if attempt else None
+        self.scheduler.submit(request(name, num_tokens, grant))
+
+    @precondition(lambda self: self.to_fetch)
+    @rule(data=st.data())
+    def fetched(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.to_fetch) - 1))
+        self.scheduler.fetched(*self.to_fetch.pop(index))
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), attempt=st.integers(1, 5))
+    def redirect(self, data: st.DataObject, attempt: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.alive)))
+        before = self.attempts[name]
+        running = name in self.scheduler._active
+        if running and name not in self.cancelled and 0 < before < attempt:
+            self.apply(self.scheduler.redirect(name, common_pb2.Grant(attempt=attempt)))
+        else:
+            with pytest.raises(StalePeer):
+                self.scheduler.redirect(name, common_pb2.Grant(attempt=attempt))
 
     @rule()
     def plan(self) -> None:
@@ -82,6 +132,7 @@ class Machine(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.alive)))
         gone, entries = self.scheduler.cancel(name)
+        self.cancelled.add(name)
         self.apply(entries)
         if gone:
             self.alive.discard(name)
@@ -90,9 +141,15 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.to_release) - 1))
-        name, rank = self.to_release.pop(index)
-        if self.scheduler.released(name, rank):
+        name, rank, attempt = self.to_release.pop(index)
+        self.release_one(name, rank, attempt)
+
+    def release_one(self, name: str, rank: int, attempt: int) -> None:
+        over = self.scheduler.released(name, rank, attempt)
+        self.apply(over)
+        if over:
             self.alive.discard(name)
+            assert not any(waiting[0] == name for waiting in self.to_release if waiting[2] == self.attempts[name])
 
     @invariant()
     def bounded_and_balanced(self) -> None:
@@ -106,8 +163,10 @@ class Machine(RuleBasedStateMachine):
             self.apply(self.scheduler.plan())
             while self.steps:
                 self.step_done()
+            while self.to_fetch:
+                self.scheduler.fetched(*self.to_fetch.pop())
             while self.to_release:
-                self.scheduler.released(*self.to_release.pop())
+                self.release_one(*self.to_release.pop())
             if not self.scheduler.num_running and not self.scheduler.num_queued:
                 break
         assert (self.scheduler.num_running, self.scheduler.num_queued) == (0, 0)

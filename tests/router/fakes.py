@@ -224,7 +224,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):
     @staticmethod
     def grant(request: decode_pb2.DecodeRequest) -> decode_pb2.DecodeResponse:
         return decode_pb2.DecodeResponse(
-            grant=common_pb2.Grant(transfer_id=request.transfer_id, attempt=request.attempt, epoch="first", token=b"t")
+            grant=common_pb2.Grant(transfer_id=request.transfer_id, attempt=request.attempt)
         )
 
     def after_commit(self) -> list[decode_pb2.DecodeResponse]:

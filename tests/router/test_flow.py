@@ -309,18 +309,18 @@ def test_answer_does_not_wait_for_prefill_to_quiesce() -> None:
 
 def test_s24_decode_with_another_model_is_named_with_field_and_values() -> None:
     def other_model(_: FakePrefill, decode: FakeDecode) -> None:
-        decode.description.geometry.dtype = "bfloat16"
+        decode.description.geometry.key_size = 32
 
     async def run() -> None:
         async with rig(ANSWER, prepare=other_model) as it:
-            with pytest.raises(GeometryMismatch, match="dtype is float32 in prefill and bfloat16 in decode"):
+            with pytest.raises(GeometryMismatch, match="key_size is .* in prefill and 32 in decode"):
                 await it.answer(text_request())
             assert it.prefill.requests == []
             assert it.decode.requests == []
             status = await it.client.status()
             assert [group.state for group in status.groups] == ["serving", "serving"]
-            assert "dtype" in status.groups[0].detail
-            assert "dtype" in status.groups[1].detail
+            assert "key_size" in status.groups[0].detail
+            assert "key_size" in status.groups[1].detail
 
     asyncio.run(run())
 

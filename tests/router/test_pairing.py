@@ -16,18 +16,16 @@ from tests.router.fakes import tiny_geometry
 SIZE = Size(num_prompt_tokens=10, max_tokens=5)
 
 
-def prefill(
-    name: str, *, running: int = 0, free: int = 100, capacity: int = 100, dtype: str = "float32"
-) -> PrefillGroup:
+def prefill(name: str, *, running: int = 0, free: int = 100, capacity: int = 100, key_size: int = 8) -> PrefillGroup:
     description = prefill_pb2.DescribePrefillResponse(
-        geometry=tiny_geometry(dtype=dtype), running_requests=running, free_tokens=free, capacity_tokens=capacity
+        geometry=tiny_geometry(key_size=key_size), running_requests=running, free_tokens=free, capacity_tokens=capacity
     )
     return PrefillGroup(name, f"{name}:1", State.SERVING, "", description)
 
 
-def decode(name: str, *, active: int = 0, free: int = 100, capacity: int = 100, dtype: str = "float32") -> DecodeGroup:
+def decode(name: str, *, active: int = 0, free: int = 100, capacity: int = 100, key_size: int = 8) -> DecodeGroup:
     description = decode_pb2.DescribeDecodeResponse(
-        geometry=tiny_geometry(dtype=dtype, page_size=1),
+        geometry=tiny_geometry(key_size=key_size, page_size=1),
         active_requests=active,
         free_tokens=free,
         capacity_tokens=capacity,
@@ -52,10 +50,10 @@ def chosen(it: Snapshot, size: Size = SIZE, turn: int = 0) -> tuple[str, str]:
         ([prefill("p0")], [decode("d0", active=1), decode("d1", free=1)], ("p0", "d1")),
         ([prefill("p0", capacity=9), prefill("p1", running=9)], [decode("d0")], ("p1", "d0")),
         ([prefill("p0")], [decode("d0", capacity=14), decode("d1", active=9)], ("p0", "d1")),
-        ([prefill("p0"), prefill("p1", running=9, dtype="float16")], [decode("d0", dtype="float16")], ("p1", "d0")),
+        ([prefill("p0"), prefill("p1", running=9, key_size=32)], [decode("d0", key_size=32)], ("p1", "d0")),
         (
-            [prefill("p0", running=9, dtype="float16"), prefill("p1")],
-            [decode("d0", dtype="float16"), decode("d1", active=9)],
+            [prefill("p0", running=9, key_size=32), prefill("p1")],
+            [decode("d0", key_size=32), decode("d1", active=9)],
             ("p1", "d1"),
         ),
     ],
@@ -101,15 +99,13 @@ def test_nothing_to_choose_from() -> None:
 
 
 def test_no_pair_fits_together() -> None:
-    it = snapshot([prefill("p0")], [decode("d0", dtype="float16")])
-    with pytest.raises(
-        GeometryMismatch, match="p0 at p0:1 and decode d0 at d0:1 .*dtype is float32 in prefill and float16"
-    ):
+    it = snapshot([prefill("p0")], [decode("d0", key_size=32)])
+    with pytest.raises(GeometryMismatch, match="p0 at p0:1 and decode d0 at d0:1 .*key_size is 8 in prefill and 32"):
         choose_pair(it, SIZE, 0)
     assert set(mismatches(it)) == {("p0", "d0")}
     assert set(unpaired(it)) == {"p0", "d0"}
 
 
 def test_group_with_one_partner_is_not_unpaired() -> None:
-    it = snapshot([prefill("p0")], [decode("d0", dtype="float16"), decode("d1")])
+    it = snapshot([prefill("p0")], [decode("d0", key_size=32), decode("d1")])
     assert set(unpaired(it)) == {"d0"}

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headwater/v1/common.proto\x12\x0cheadwater.v1\"\x83\x02\n\x08Geometry\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x1b\n\x13weights_fingerprint\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08key_size\x18\x06 \x01(\r\x12\x12\n\nvalue_size\x18\x07 \x01(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x11\n\tpage_size\x18\t \x01(\r\x12\x12\n\nvocab_size\x18\n \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x0b \x01(\r\"B\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\x0c\n\x04seed\x18\x03 \x01(\x06\"I\n\x0eStopConditions\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x15\n\reos_token_ids\x18\x02 \x03(\r\x12\x0c\n\x04stop\x18\x03 \x03(\t\"}\n\x05KvBox\x12\x13\n\x0blayer_start\x18\x01 \x01(\r\x12\x11\n\tlayer_end\x18\x02 \x01(\r\x12\x12\n\nhead_start\x18\x03 \x01(\r\x12\x10\n\x08head_end\x18\x04 \x01(\r\x12\x13\n\x0btoken_start\x18\x05 \x01(\r\x12\x11\n\ttoken_end\x18\x06 \x01(\r\"\x91\x01\n\x05Grant\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\x0c\x12\x18\n\x10transfer_address\x18\x05 \x01(\t\x12\x16\n\x0e\x65ngine_session\x18\x06 \x01(\t\x12\x12\n\nslot_bytes\x18\x07 \x01(\r*v\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headwater/v1/common.proto\x12\x0cheadwater.v1\"\x83\x02\n\x08Geometry\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x1b\n\x13weights_fingerprint\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08key_size\x18\x06 \x01(\r\x12\x12\n\nvalue_size\x18\x07 \x01(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x11\n\tpage_size\x18\t \x01(\r\x12\x12\n\nvocab_size\x18\n \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x0b \x01(\r\"B\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\x0c\n\x04seed\x18\x03 \x01(\x06\"I\n\x0eStopConditions\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x15\n\reos_token_ids\x18\x02 \x03(\r\x12\x0c\n\x04stop\x18\x03 \x03(\t\"}\n\x05KvBox\x12\x13\n\x0blayer_start\x18\x01 \x01(\r\x12\x11\n\tlayer_end\x18\x02 \x01(\r\x12\x12\n\nhead_start\x18\x03 \x01(\r\x12\x10\n\x08head_end\x18\x04 \x01(\r\x12\x13\n\x0btoken_start\x18\x05 \x01(\r\x12\x11\n\ttoken_end\x18\x06 \x01(\r\"B\n\x0bTransferKey\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\t\"\x97\x01\n\x05Grant\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x17\n\x0fverified_tokens\x18\x03 \x01(\r\x12\x12\n\nwire_dtype\x18\x04 \x01(\t\x12*\n\x07targets\x18\x05 \x03(\x0b\x32\x19.headwater.v1.GrantTarget\x12\x0f\n\x07\x64igests\x18\x06 \x01(\x08\"\xeb\x01\n\x0bGrantTarget\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x18\n\x10transfer_address\x18\x03 \x01(\t\x12\x16\n\x0e\x65ngine_session\x18\x04 \x01(\t\x12\x12\n\nslot_bytes\x18\x05 \x01(\r\x12\x13\n\x0blayer_start\x18\x06 \x01(\r\x12\x11\n\tlayer_end\x18\x07 \x01(\r\x12\x12\n\nhead_start\x18\x08 \x01(\r\x12\x10\n\x08head_end\x18\t \x01(\r\x12*\n\x06\x64irect\x18\n \x01(\x0b\x32\x1a.headwater.v1.DirectRegion\"T\n\x0c\x44irectRegion\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x06\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x11\n\tnum_pages\x18\x03 \x01(\r\x12\r\n\x05pages\x18\x04 \x03(\r*v\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headwater.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=723
-  _globals['_FINISHREASON']._serialized_end=841
+  _globals['_FINISHREASON']._serialized_start=1121
+  _globals['_FINISHREASON']._serialized_end=1239
   _globals['_GEOMETRY']._serialized_start=44
   _globals['_GEOMETRY']._serialized_end=303
   _globals['_SAMPLINGPARAMS']._serialized_start=305
@@ -41,6 +41,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOPCONDITIONS']._serialized_end=446
   _globals['_KVBOX']._serialized_start=448
   _globals['_KVBOX']._serialized_end=573
-  _globals['_GRANT']._serialized_start=576
-  _globals['_GRANT']._serialized_end=721
+  _globals['_TRANSFERKEY']._serialized_start=575
+  _globals['_TRANSFERKEY']._serialized_end=641
+  _globals['_GRANT']._serialized_start=644
+  _globals['_GRANT']._serialized_end=795
+  _globals['_GRANTTARGET']._serialized_start=798
+  _globals['_GRANTTARGET']._serialized_end=1033
+  _globals['_DIRECTREGION']._serialized_start=1035
+  _globals['_DIRECTREGION']._serialized_end=1119
 # @@protoc_insertion_point(module_scope)

@@ -78,7 +78,7 @@ class Geometry(_message.Message):
     value_size: _builtins.int
     """Elements of one value of one head. Must match."""
     dtype: _builtins.str
-    """Element type of the cache: "float32", "bfloat16" or "float16". Must match."""
+    """Element type of the cache: "float32", "bfloat16" or "float16"."""
     page_size: _builtins.int
     """Tokens in one page of this group's pool."""
     vocab_size: _builtins.int
@@ -202,23 +202,97 @@ class KvBox(_message.Message):
 Global___KvBox: _TypeAlias = KvBox  # noqa: Y015
 
 @_typing.final
-class Grant(_message.Message):
-    """A decode group's permission to write KV for one transfer."""
+class TransferKey(_message.Message):
+    """One try of one transfer, towards one incarnation of one decode rank. Every statement about KV carries it;
+    one that does not match what the other side expects is refused.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
-    TOKEN_FIELD_NUMBER: _builtins.int
-    TRANSFER_ADDRESS_FIELD_NUMBER: _builtins.int
-    ENGINE_SESSION_FIELD_NUMBER: _builtins.int
-    SLOT_BYTES_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     attempt: _builtins.int
     """Counts the tries of one transfer, from 1."""
     epoch: _builtins.str
-    """The incarnation of the decode process that granted it."""
+    """The incarnation of the decode process."""
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        epoch: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferKey: _TypeAlias = TransferKey  # noqa: Y015
+
+@_typing.final
+class Grant(_message.Message):
+    """A decode group's permission to write KV for one try of one transfer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    VERIFIED_TOKENS_FIELD_NUMBER: _builtins.int
+    WIRE_DTYPE_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.str
+    attempt: _builtins.int
+    verified_tokens: _builtins.int
+    """The KV of tokens [0, verified_tokens) has arrived in earlier tries: a writer sends the rest, and may fetch
+    these.
+    """
+    wire_dtype: _builtins.str
+    """Element type of KV on the wire (`kv_transfer.wire`)."""
+    digests: _builtins.bool
+    """Whether receipts must carry digests."""
+    @_builtins.property
+    def targets(self) -> _containers.RepeatedCompositeFieldContainer[Global___GrantTarget]:
+        """One for each decode rank; together they cover every layer and head, replicas more than once."""
+
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        verified_tokens: _builtins.int = ...,
+        wire_dtype: _builtins.str = ...,
+        targets: _abc.Iterable[Global___GrantTarget] | None = ...,
+        digests: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "digests", b"digests", "targets", b"targets", "transfer_id", b"transfer_id", "verified_tokens", b"verified_tokens", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Grant: _TypeAlias = Grant  # noqa: Y015
+
+@_typing.final
+class GrantTarget(_message.Message):
+    """One decode rank's share of a grant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    TRANSFER_ADDRESS_FIELD_NUMBER: _builtins.int
+    ENGINE_SESSION_FIELD_NUMBER: _builtins.int
+    SLOT_BYTES_FIELD_NUMBER: _builtins.int
+    LAYER_START_FIELD_NUMBER: _builtins.int
+    LAYER_END_FIELD_NUMBER: _builtins.int
+    HEAD_START_FIELD_NUMBER: _builtins.int
+    HEAD_END_FIELD_NUMBER: _builtins.int
+    DIRECT_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.str
     token: _builtins.bytes
     """Unguessable; presented by every writer."""
     transfer_address: _builtins.str
@@ -226,22 +300,67 @@ class Grant(_message.Message):
     engine_session: _builtins.str
     """The name of the decode rank's transfer engine, as the engine's peers call it."""
     slot_bytes: _builtins.int
-    """Bytes of one landing slot; no write is larger."""
+    """Bytes of one landing slot; no staged write is larger."""
+    layer_start: _builtins.int
+    layer_end: _builtins.int
+    head_start: _builtins.int
+    head_end: _builtins.int
+    @_builtins.property
+    def direct(self) -> Global___DirectRegion:
+        """Present when writers may also write page to page."""
+
     def __init__(
         self,
         *,
-        transfer_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
         epoch: _builtins.str = ...,
         token: _builtins.bytes = ...,
         transfer_address: _builtins.str = ...,
         engine_session: _builtins.str = ...,
         slot_bytes: _builtins.int = ...,
+        layer_start: _builtins.int = ...,
+        layer_end: _builtins.int = ...,
+        head_start: _builtins.int = ...,
+        head_end: _builtins.int = ...,
+        direct: Global___DirectRegion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["direct", b"direct"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "engine_session", b"engine_session", "epoch", b"epoch", "slot_bytes", b"slot_bytes", "token", b"token", "transfer_address", b"transfer_address", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["direct", b"direct", "engine_session", b"engine_session", "epoch", b"epoch", "head_end", b"head_end", "head_start", b"head_start", "layer_end", b"layer_end", "layer_start", b"layer_start", "slot_bytes", b"slot_bytes", "token", b"token", "transfer_address", b"transfer_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Grant: _TypeAlias = Grant  # noqa: Y015
+Global___GrantTarget: _TypeAlias = GrantTarget  # noqa: Y015
+
+@_typing.final
+class DirectRegion(_message.Message):
+    """Where a decode rank keeps this transfer's KV: a paged layout of its layers and heads, of the wire's type."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    NUM_PAGES_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    address: _builtins.int
+    """In the decode process."""
+    page_size: _builtins.int
+    num_pages: _builtins.int
+    @_builtins.property
+    def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Page i holds tokens [i · page_size, (i + 1) · page_size)."""
+
+    def __init__(
+        self,
+        *,
+        address: _builtins.int = ...,
+        page_size: _builtins.int = ...,
+        num_pages: _builtins.int = ...,
+        pages: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "num_pages", b"num_pages", "page_size", b"page_size", "pages", b"pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DirectRegion: _TypeAlias = DirectRegion  # noqa: Y015

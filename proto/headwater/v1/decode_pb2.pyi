@@ -71,6 +71,7 @@ class DecodeResponse(_message.Message):
     COMMITTED_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    SUSPENDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grant(self) -> _common_pb2.Grant: ...
     @_builtins.property
@@ -79,6 +80,8 @@ class DecodeResponse(_message.Message):
     def token(self) -> Global___DecodedToken: ...
     @_builtins.property
     def finished(self) -> Global___DecodeFinished: ...
+    @_builtins.property
+    def suspended(self) -> Global___Suspended: ...
     def __init__(
         self,
         *,
@@ -86,16 +89,88 @@ class DecodeResponse(_message.Message):
         committed: Global___Committed | None = ...,
         token: Global___DecodedToken | None = ...,
         finished: Global___DecodeFinished | None = ...,
+        suspended: Global___Suspended | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "event", b"event", "finished", b"finished", "grant", b"grant", "token", b"token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "event", b"event", "finished", b"finished", "grant", b"grant", "suspended", b"suspended", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "event", b"event", "finished", b"finished", "grant", b"grant", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "event", b"event", "finished", b"finished", "grant", b"grant", "suspended", b"suspended", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["grant", "committed", "token", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["grant", "committed", "token", "finished", "suspended"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
+
+@_typing.final
+class Suspended(_message.Message):
+    """The current try is over and what it brought is kept for a while: `Regrant` goes on from there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    VERIFIED_TOKENS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    verified_tokens: _builtins.int
+    """Tokens [0, verified_tokens) are there."""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.int = ...,
+        verified_tokens: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "reason", b"reason", "verified_tokens", b"verified_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Suspended: _TypeAlias = Suspended  # noqa: Y015
+
+@_typing.final
+class RegrantRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.str
+    attempt: _builtins.int
+    """Of the new try; one more than the current one."""
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RegrantRequest: _TypeAlias = RegrantRequest  # noqa: Y015
+
+@_typing.final
+class RegrantResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRANT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def grant(self) -> _common_pb2.Grant: ...
+    def __init__(
+        self,
+        *,
+        grant: _common_pb2.Grant | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RegrantResponse: _TypeAlias = RegrantResponse  # noqa: Y015
 
 @_typing.final
 class Committed(_message.Message):

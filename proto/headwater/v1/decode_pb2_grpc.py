@@ -39,6 +39,11 @@ class DecodeServiceStub(object):
                 request_serializer=headwater_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=headwater_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
                 _registered_method=True)
+        self.Regrant = channel.unary_unary(
+                '/headwater.v1.DecodeService/Regrant',
+                request_serializer=headwater_dot_v1_dot_decode__pb2.RegrantRequest.SerializeToString,
+                response_deserializer=headwater_dot_v1_dot_decode__pb2.RegrantResponse.FromString,
+                _registered_method=True)
         self.DescribeDecode = channel.unary_unary(
                 '/headwater.v1.DecodeService/DescribeDecode',
                 request_serializer=headwater_dot_v1_dot_decode__pb2.DescribeDecodeRequest.SerializeToString,
@@ -57,6 +62,14 @@ class DecodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Regrant(self, request, context):
+        """Starts the next try of a transfer whose Decode stream is open: ends the current one, keeps what has been
+        verified of it, and grants the rest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DescribeDecode(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -70,6 +83,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=headwater_dot_v1_dot_decode__pb2.DecodeRequest.FromString,
                     response_serializer=headwater_dot_v1_dot_decode__pb2.DecodeResponse.SerializeToString,
+            ),
+            'Regrant': grpc.unary_unary_rpc_method_handler(
+                    servicer.Regrant,
+                    request_deserializer=headwater_dot_v1_dot_decode__pb2.RegrantRequest.FromString,
+                    response_serializer=headwater_dot_v1_dot_decode__pb2.RegrantResponse.SerializeToString,
             ),
             'DescribeDecode': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeDecode,
@@ -104,6 +122,33 @@ class DecodeService(object):
             '/headwater.v1.DecodeService/Decode',
             headwater_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
             headwater_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Regrant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headwater.v1.DecodeService/Regrant',
+            headwater_dot_v1_dot_decode__pb2.RegrantRequest.SerializeToString,
+            headwater_dot_v1_dot_decode__pb2.RegrantResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,10 @@ class DecodeServiceStub:
     """Admits one transfer and then continues it. The first message is a grant; tokens follow once the KV is
     committed. Cancelling the stream aborts the transfer and the decoding.
     """
+    Regrant: _grpc.UnaryUnaryMultiCallable[_decode_pb2.RegrantRequest, _decode_pb2.RegrantResponse]
+    """Starts the next try of a transfer whose Decode stream is open: ends the current one, keeps what has been
+    verified of it, and grants the rest.
+    """
     DescribeDecode: _grpc.UnaryUnaryMultiCallable[_decode_pb2.DescribeDecodeRequest, _decode_pb2.DescribeDecodeResponse]
 
 @_typing.type_check_only
@@ -43,6 +47,10 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     Decode: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]  # type: ignore[assignment]
     """Admits one transfer and then continues it. The first message is a grant; tokens follow once the KV is
     committed. Cancelling the stream aborts the transfer and the decoding.
+    """
+    Regrant: _aio.UnaryUnaryMultiCallable[_decode_pb2.RegrantRequest, _decode_pb2.RegrantResponse]  # type: ignore[assignment]
+    """Starts the next try of a transfer whose Decode stream is open: ends the current one, keeps what has been
+    verified of it, and grants the rest.
     """
     DescribeDecode: _aio.UnaryUnaryMultiCallable[_decode_pb2.DescribeDecodeRequest, _decode_pb2.DescribeDecodeResponse]  # type: ignore[assignment]
 
@@ -55,6 +63,16 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeResponse], _abc.AsyncIterator[_decode_pb2.DecodeResponse]]:
         """Admits one transfer and then continues it. The first message is a grant; tokens follow once the KV is
         committed. Cancelling the stream aborts the transfer and the decoding.
+        """
+
+    @_abc_1.abstractmethod
+    def Regrant(
+        self,
+        request: _decode_pb2.RegrantRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.RegrantResponse, _abc.Awaitable[_decode_pb2.RegrantResponse]]:
+        """Starts the next try of a transfer whose Decode stream is open: ends the current one, keeps what has been
+        verified of it, and grants the rest.
         """
 
     @_abc_1.abstractmethod

@@ -62,6 +62,7 @@ class PrefillResponse(_message.Message):
     CHUNK_DONE_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     COMPLETED_FIELD_NUMBER: _builtins.int
+    DELIVERY_LOST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def scheduled(self) -> Global___PrefillScheduled: ...
     @_builtins.property
@@ -70,6 +71,8 @@ class PrefillResponse(_message.Message):
     def first_token(self) -> Global___FirstToken: ...
     @_builtins.property
     def completed(self) -> Global___PrefillCompleted: ...
+    @_builtins.property
+    def delivery_lost(self) -> Global___DeliveryLost: ...
     def __init__(
         self,
         *,
@@ -77,12 +80,13 @@ class PrefillResponse(_message.Message):
         chunk_done: Global___ChunkDone | None = ...,
         first_token: Global___FirstToken | None = ...,
         completed: Global___PrefillCompleted | None = ...,
+        delivery_lost: Global___DeliveryLost | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk_done", b"chunk_done", "completed", b"completed", "event", b"event", "first_token", b"first_token", "scheduled", b"scheduled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk_done", b"chunk_done", "completed", b"completed", "delivery_lost", b"delivery_lost", "event", b"event", "first_token", b"first_token", "scheduled", b"scheduled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_done", b"chunk_done", "completed", b"completed", "event", b"event", "first_token", b"first_token", "scheduled", b"scheduled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_done", b"chunk_done", "completed", b"completed", "delivery_lost", b"delivery_lost", "event", b"event", "first_token", b"first_token", "scheduled", b"scheduled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["scheduled", "chunk_done", "first_token", "completed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["scheduled", "chunk_done", "first_token", "completed", "delivery_lost"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -183,6 +187,70 @@ class PrefillCompleted(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillCompleted: _TypeAlias = PrefillCompleted  # noqa: Y015
+
+@_typing.final
+class DeliveryLost(_message.Message):
+    """The decode group cannot be reached any more. Pages are kept and prefill goes on for a while, so that
+    `Redirect` can name another one; then the request fails with this error.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    error: _builtins.str
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.int = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "error", b"error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeliveryLost: _TypeAlias = DeliveryLost  # noqa: Y015
+
+@_typing.final
+class RedirectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    GRANT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def grant(self) -> _common_pb2.Grant: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        grant: _common_pb2.Grant | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RedirectRequest: _TypeAlias = RedirectRequest  # noqa: Y015
+
+@_typing.final
+class RedirectResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RedirectResponse: _TypeAlias = RedirectResponse  # noqa: Y015
 
 @_typing.final
 class DescribePrefillRequest(_message.Message):

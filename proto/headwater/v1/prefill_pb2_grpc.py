@@ -39,6 +39,11 @@ class PrefillServiceStub(object):
                 request_serializer=headwater_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=headwater_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
                 _registered_method=True)
+        self.Redirect = channel.unary_unary(
+                '/headwater.v1.PrefillService/Redirect',
+                request_serializer=headwater_dot_v1_dot_prefill__pb2.RedirectRequest.SerializeToString,
+                response_deserializer=headwater_dot_v1_dot_prefill__pb2.RedirectResponse.FromString,
+                _registered_method=True)
         self.DescribePrefill = channel.unary_unary(
                 '/headwater.v1.PrefillService/DescribePrefill',
                 request_serializer=headwater_dot_v1_dot_prefill__pb2.DescribePrefillRequest.SerializeToString,
@@ -58,6 +63,13 @@ class PrefillServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Redirect(self, request, context):
+        """Sends the KV of a request, from pages that are still held, where another grant allows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DescribePrefill(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -71,6 +83,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=headwater_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=headwater_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
+            ),
+            'Redirect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Redirect,
+                    request_deserializer=headwater_dot_v1_dot_prefill__pb2.RedirectRequest.FromString,
+                    response_serializer=headwater_dot_v1_dot_prefill__pb2.RedirectResponse.SerializeToString,
             ),
             'DescribePrefill': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribePrefill,
@@ -105,6 +122,33 @@ class PrefillService(object):
             '/headwater.v1.PrefillService/Prefill',
             headwater_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
             headwater_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Redirect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headwater.v1.PrefillService/Redirect',
+            headwater_dot_v1_dot_prefill__pb2.RedirectRequest.SerializeToString,
+            headwater_dot_v1_dot_prefill__pb2.RedirectResponse.FromString,
             options,
             channel_credentials,
             insecure,

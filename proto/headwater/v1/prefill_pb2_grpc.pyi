@@ -36,6 +36,8 @@ class PrefillServiceStub:
     moves. The stream ends after the last rank has quiesced; cancelling it aborts the request at the
     next chunk boundary.
     """
+    Redirect: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.RedirectRequest, _prefill_pb2.RedirectResponse]
+    """Sends the KV of a request, from pages that are still held, where another grant allows."""
     DescribePrefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.DescribePrefillRequest, _prefill_pb2.DescribePrefillResponse]
 
 @_typing.type_check_only
@@ -46,6 +48,8 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     moves. The stream ends after the last rank has quiesced; cancelling it aborts the request at the
     next chunk boundary.
     """
+    Redirect: _aio.UnaryUnaryMultiCallable[_prefill_pb2.RedirectRequest, _prefill_pb2.RedirectResponse]  # type: ignore[assignment]
+    """Sends the KV of a request, from pages that are still held, where another grant allows."""
     DescribePrefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.DescribePrefillRequest, _prefill_pb2.DescribePrefillResponse]  # type: ignore[assignment]
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -59,6 +63,14 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         moves. The stream ends after the last rank has quiesced; cancelling it aborts the request at the
         next chunk boundary.
         """
+
+    @_abc_1.abstractmethod
+    def Redirect(
+        self,
+        request: _prefill_pb2.RedirectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prefill_pb2.RedirectResponse, _abc.Awaitable[_prefill_pb2.RedirectResponse]]:
+        """Sends the KV of a request, from pages that are still held, where another grant allows."""
 
     @_abc_1.abstractmethod
     def DescribePrefill(

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headwater.v1 import common_pb2 as headwater_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadwater/v1/transfer.proto\x12\x0cheadwater.v1\x1a\x19headwater/v1/common.proto\"\x9f\x01\n\x0e\x44\x65liverRequest\x12*\n\x04open\x18\x01 \x01(\x0b\x32\x1a.headwater.v1.OpenDeliveryH\x00\x12(\n\x07receipt\x18\x02 \x01(\x0b\x32\x15.headwater.v1.ReceiptH\x00\x12,\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x1b.headwater.v1.CloseDeliveryH\x00\x42\t\n\x07message\"}\n\x0cOpenDelivery\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\x0c\x12\x14\n\x0cwriter_epoch\x18\x05 \x01(\t\x12\x13\n\x0bwriter_rank\x18\x06 \x01(\r\"n\n\x07Receipt\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12 \n\x03\x62ox\x18\x03 \x01(\x0b\x32\x13.headwater.v1.KvBox\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\"l\n\rCloseDelivery\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x08\x12\x10\n\x08quiesced\x18\x02 \x01(\x08\x12\x18\n\x0b\x66irst_token\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\x04 \x01(\tB\x0e\n\x0c_first_token\"\xc9\x01\n\x0f\x44\x65liverResponse\x12$\n\x05slots\x18\x01 \x01(\x0b\x32\x13.headwater.v1.SlotsH\x00\x12\'\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x18.headwater.v1.ReceiptAckH\x00\x12,\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x1b.headwater.v1.AbortDeliveryH\x00\x12.\n\x06\x63losed\x18\x04 \x01(\x0b\x32\x1c.headwater.v1.DeliveryClosedH\x00\x42\t\n\x07message\"1\n\x05Slots\x12(\n\x05slots\x18\x01 \x03(\x0b\x32\x19.headwater.v1.LandingSlot\",\n\x0bLandingSlot\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x06\",\n\nReceiptAck\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x0c\n\x04slot\x18\x02 \x01(\r\"\x1f\n\rAbortDelivery\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x10\n\x0e\x44\x65liveryClosed2]\n\x0fTransferService\x12J\n\x07\x44\x65liver\x12\x1c.headwater.v1.DeliverRequest\x1a\x1d.headwater.v1.DeliverResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadwater/v1/transfer.proto\x12\x0cheadwater.v1\x1a\x19headwater/v1/common.proto\"\x9f\x01\n\x0e\x44\x65liverRequest\x12*\n\x04open\x18\x01 \x01(\x0b\x32\x1a.headwater.v1.OpenDeliveryH\x00\x12(\n\x07receipt\x18\x02 \x01(\x0b\x32\x15.headwater.v1.ReceiptH\x00\x12,\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x1b.headwater.v1.CloseDeliveryH\x00\x42\t\n\x07message\"\x80\x01\n\x0cOpenDelivery\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.headwater.v1.TransferKey\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x14\n\x0cwriter_epoch\x18\x03 \x01(\t\x12\x13\n\x0bwriter_rank\x18\x04 \x01(\r\x12\x0e\n\x06\x64irect\x18\x05 \x01(\x08\"\xa4\x01\n\x07Receipt\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.headwater.v1.TransferKey\x12\x10\n\x08sequence\x18\x02 \x01(\r\x12\x11\n\x04slot\x18\x03 \x01(\rH\x00\x88\x01\x01\x12 \n\x03\x62ox\x18\x04 \x01(\x0b\x32\x13.headwater.v1.KvBox\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\x42\x07\n\x05_slot\"\x94\x01\n\rCloseDelivery\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.headwater.v1.TransferKey\x12\x10\n\x08\x63omplete\x18\x02 \x01(\x08\x12\x10\n\x08quiesced\x18\x03 \x01(\x08\x12\x18\n\x0b\x66irst_token\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\x05 \x01(\tB\x0e\n\x0c_first_token\"\xc9\x01\n\x0f\x44\x65liverResponse\x12$\n\x05slots\x18\x01 \x01(\x0b\x32\x13.headwater.v1.SlotsH\x00\x12\'\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x18.headwater.v1.ReceiptAckH\x00\x12,\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x1b.headwater.v1.AbortDeliveryH\x00\x12.\n\x06\x63losed\x18\x04 \x01(\x0b\x32\x1c.headwater.v1.DeliveryClosedH\x00\x42\t\n\x07message\"Y\n\x05Slots\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.headwater.v1.TransferKey\x12(\n\x05slots\x18\x02 \x03(\x0b\x32\x19.headwater.v1.LandingSlot\",\n\x0bLandingSlot\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x06\"F\n\nReceiptAck\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.headwater.v1.TransferKey\x12\x10\n\x08sequence\x18\x02 \x01(\r\"G\n\rAbortDelivery\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.headwater.v1.TransferKey\x12\x0e\n\x06reason\x18\x02 \x01(\t\"8\n\x0e\x44\x65liveryClosed\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.headwater.v1.TransferKey\"k\n\x0c\x46\x65tchRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.headwater.v1.OpenFetchH\x00\x12\'\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x18.headwater.v1.ReceiptAckH\x00\x42\t\n\x07message\"\xc9\x01\n\tOpenFetch\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.headwater.v1.TransferKey\x12\r\n\x05token\x18\x02 \x01(\x0c\x12 \n\x03\x62ox\x18\x03 \x01(\x0b\x32\x13.headwater.v1.KvBox\x12\x16\n\x0e\x65ngine_session\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\t\x12(\n\x05slots\x18\x06 \x03(\x0b\x32\x19.headwater.v1.LandingSlot\x12\x12\n\nslot_bytes\x18\x07 \x01(\r\"r\n\rFetchResponse\x12(\n\x07receipt\x18\x01 \x01(\x0b\x32\x15.headwater.v1.ReceiptH\x00\x12,\n\x05\x63lose\x18\x02 \x01(\x0b\x32\x1b.headwater.v1.CloseDeliveryH\x00\x42\t\n\x07message2\xa3\x01\n\x0fTransferService\x12J\n\x07\x44\x65liver\x12\x1c.headwater.v1.DeliverRequest\x1a\x1d.headwater.v1.DeliverResponse(\x01\x30\x01\x12\x44\n\x05\x46\x65tch\x12\x1a.headwater.v1.FetchRequest\x1a\x1b.headwater.v1.FetchResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,24 +34,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DELIVERREQUEST']._serialized_start=73
   _globals['_DELIVERREQUEST']._serialized_end=232
-  _globals['_OPENDELIVERY']._serialized_start=234
-  _globals['_OPENDELIVERY']._serialized_end=359
-  _globals['_RECEIPT']._serialized_start=361
-  _globals['_RECEIPT']._serialized_end=471
-  _globals['_CLOSEDELIVERY']._serialized_start=473
-  _globals['_CLOSEDELIVERY']._serialized_end=581
-  _globals['_DELIVERRESPONSE']._serialized_start=584
-  _globals['_DELIVERRESPONSE']._serialized_end=785
-  _globals['_SLOTS']._serialized_start=787
-  _globals['_SLOTS']._serialized_end=836
-  _globals['_LANDINGSLOT']._serialized_start=838
-  _globals['_LANDINGSLOT']._serialized_end=882
-  _globals['_RECEIPTACK']._serialized_start=884
-  _globals['_RECEIPTACK']._serialized_end=928
-  _globals['_ABORTDELIVERY']._serialized_start=930
-  _globals['_ABORTDELIVERY']._serialized_end=961
-  _globals['_DELIVERYCLOSED']._serialized_start=963
-  _globals['_DELIVERYCLOSED']._serialized_end=979
-  _globals['_TRANSFERSERVICE']._serialized_start=981
-  _globals['_TRANSFERSERVICE']._serialized_end=1074
+  _globals['_OPENDELIVERY']._serialized_start=235
+  _globals['_OPENDELIVERY']._serialized_end=363
+  _globals['_RECEIPT']._serialized_start=366
+  _globals['_RECEIPT']._serialized_end=530
+  _globals['_CLOSEDELIVERY']._serialized_start=533
+  _globals['_CLOSEDELIVERY']._serialized_end=681
+  _globals['_DELIVERRESPONSE']._serialized_start=684
+  _globals['_DELIVERRESPONSE']._serialized_end=885
+  _globals['_SLOTS']._serialized_start=887
+  _globals['_SLOTS']._serialized_end=976
+  _globals['_LANDINGSLOT']._serialized_start=978
+  _globals['_LANDINGSLOT']._serialized_end=1022
+  _globals['_RECEIPTACK']._serialized_start=1024
+  _globals['_RECEIPTACK']._serialized_end=1094
+  _globals['_ABORTDELIVERY']._serialized_start=1096
+  _globals['_ABORTDELIVERY']._serialized_end=1167
+  _globals['_DELIVERYCLOSED']._serialized_start=1169
+  _globals['_DELIVERYCLOSED']._serialized_end=1225
+  _globals['_FETCHREQUEST']._serialized_start=1227
+  _globals['_FETCHREQUEST']._serialized_end=1334
+  _globals['_OPENFETCH']._serialized_start=1337
+  _globals['_OPENFETCH']._serialized_end=1538
+  _globals['_FETCHRESPONSE']._serialized_start=1540
+  _globals['_FETCHRESPONSE']._serialized_end=1654
+  _globals['_TRANSFERSERVICE']._serialized_start=1657
+  _globals['_TRANSFERSERVICE']._serialized_end=1820
 # @@protoc_insertion_point(module_scope)

@@ -39,6 +39,11 @@ class TransferServiceStub(object):
                 request_serializer=headwater_dot_v1_dot_transfer__pb2.DeliverRequest.SerializeToString,
                 response_deserializer=headwater_dot_v1_dot_transfer__pb2.DeliverResponse.FromString,
                 _registered_method=True)
+        self.Fetch = channel.stream_stream(
+                '/headwater.v1.TransferService/Fetch',
+                request_serializer=headwater_dot_v1_dot_transfer__pb2.FetchRequest.SerializeToString,
+                response_deserializer=headwater_dot_v1_dot_transfer__pb2.FetchResponse.FromString,
+                _registered_method=True)
 
 
 class TransferServiceServicer(object):
@@ -53,6 +58,14 @@ class TransferServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Fetch(self, request_iterator, context):
+        """The way back: a prefill rank that takes a transfer over fetches what is verified of its layers and heads.
+        Prefill rank: open, ack*. Decode rank: receipt*, close. Ending the stream early aborts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TransferServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +73,11 @@ def add_TransferServiceServicer_to_server(servicer, server):
                     servicer.Deliver,
                     request_deserializer=headwater_dot_v1_dot_transfer__pb2.DeliverRequest.FromString,
                     response_serializer=headwater_dot_v1_dot_transfer__pb2.DeliverResponse.SerializeToString,
+            ),
+            'Fetch': grpc.stream_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=headwater_dot_v1_dot_transfer__pb2.FetchRequest.FromString,
+                    response_serializer=headwater_dot_v1_dot_transfer__pb2.FetchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -89,6 +107,33 @@ class TransferService(object):
             '/headwater.v1.TransferService/Deliver',
             headwater_dot_v1_dot_transfer__pb2.DeliverRequest.SerializeToString,
             headwater_dot_v1_dot_transfer__pb2.DeliverResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fetch(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/headwater.v1.TransferService/Fetch',
+            headwater_dot_v1_dot_transfer__pb2.FetchRequest.SerializeToString,
+            headwater_dot_v1_dot_transfer__pb2.FetchResponse.FromString,
             options,
             channel_credentials,
             insecure,

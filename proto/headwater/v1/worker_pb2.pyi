@@ -32,6 +32,7 @@ class AttachRequest(_message.Message):
     RELEASED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     REQUEST_FAILED_FIELD_NUMBER: _builtins.int
+    FETCHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -46,6 +47,8 @@ class AttachRequest(_message.Message):
     def failed(self) -> Global___WorkerFailed: ...
     @_builtins.property
     def request_failed(self) -> Global___RequestFailed: ...
+    @_builtins.property
+    def fetched(self) -> Global___Fetched: ...
     def __init__(
         self,
         *,
@@ -56,12 +59,13 @@ class AttachRequest(_message.Message):
         released: Global___Released | None = ...,
         failed: Global___WorkerFailed | None = ...,
         request_failed: Global___RequestFailed | None = ...,
+        fetched: Global___Fetched | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "hello", b"hello", "joined", b"joined", "message", b"message", "ready", b"ready", "released", b"released", "request_failed", b"request_failed", "step_done", b"step_done"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "fetched", b"fetched", "hello", b"hello", "joined", b"joined", "message", b"message", "ready", b"ready", "released", b"released", "request_failed", b"request_failed", "step_done", b"step_done"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "hello", b"hello", "joined", b"joined", "message", b"message", "ready", b"ready", "released", b"released", "request_failed", b"request_failed", "step_done", b"step_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "fetched", b"fetched", "hello", b"hello", "joined", b"joined", "message", b"message", "ready", b"ready", "released", b"released", "request_failed", b"request_failed", "step_done", b"step_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "joined", "ready", "step_done", "released", "failed", "request_failed"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "joined", "ready", "step_done", "released", "failed", "request_failed", "fetched"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -195,30 +199,57 @@ Global___SampledToken: _TypeAlias = SampledToken  # noqa: Y015
 
 @_typing.final
 class Released(_message.Message):
-    """This rank holds nothing of the request any more: computed, written, quiesced."""
+    """This rank has computed, written and quiesced what the log held of the request, for this try. Its pages are
+    as they were, so the leader may still redirect the request; it gives the pages back with ForgetRequest.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     BYTES_SENT_FIELD_NUMBER: _builtins.int
     NUM_RECEIPTS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     bytes_sent: _builtins.int
     num_receipts: _builtins.int
+    attempt: _builtins.int
+    """Of the grant; 0 without one."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         bytes_sent: _builtins.int = ...,
         num_receipts: _builtins.int = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "num_receipts", b"num_receipts", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bytes_sent", b"bytes_sent", "num_receipts", b"num_receipts", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Released: _TypeAlias = Released  # noqa: Y015
+
+@_typing.final
+class Fetched(_message.Message):
+    """This rank's share of the KV that the grant calls verified is in its pages."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fetched: _TypeAlias = Fetched  # noqa: Y015
 
 @_typing.final
 class WorkerFailed(_message.Message):
@@ -252,20 +283,24 @@ class RequestFailed(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     ERROR_CLASS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     error: _builtins.str
     error_class: _builtins.str
     """Class name of the error, as in the exception tree."""
+    attempt: _builtins.int
+    """Of the grant that failed."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         error: _builtins.str = ...,
         error_class: _builtins.str = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "error_class", b"error_class", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "error", b"error", "error_class", b"error_class", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -282,6 +317,8 @@ class AttachResponse(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     SHUTDOWN_FIELD_NUMBER: _builtins.int
+    REDIRECT_FIELD_NUMBER: _builtins.int
+    FORGET_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Position in the log of this worker, from 0, without gaps."""
     @_builtins.property
@@ -296,6 +333,10 @@ class AttachResponse(_message.Message):
     def close(self) -> Global___CloseRequest: ...
     @_builtins.property
     def shutdown(self) -> Global___Shutdown: ...
+    @_builtins.property
+    def redirect(self) -> Global___RedirectDelivery: ...
+    @_builtins.property
+    def forget(self) -> Global___ForgetRequest: ...
     def __init__(
         self,
         *,
@@ -306,12 +347,14 @@ class AttachResponse(_message.Message):
         step: Global___Step | None = ...,
         close: Global___CloseRequest | None = ...,
         shutdown: Global___Shutdown | None = ...,
+        redirect: Global___RedirectDelivery | None = ...,
+        forget: Global___ForgetRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "config", b"config", "entry", b"entry", "open", b"open", "rendezvous", b"rendezvous", "shutdown", b"shutdown", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "config", b"config", "entry", b"entry", "forget", b"forget", "open", b"open", "redirect", b"redirect", "rendezvous", b"rendezvous", "shutdown", b"shutdown", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "config", b"config", "entry", b"entry", "open", b"open", "rendezvous", b"rendezvous", "sequence", b"sequence", "shutdown", b"shutdown", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "config", b"config", "entry", b"entry", "forget", b"forget", "open", b"open", "redirect", b"redirect", "rendezvous", b"rendezvous", "sequence", b"sequence", "shutdown", b"shutdown", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["config", "rendezvous", "open", "step", "close", "shutdown"]  # noqa: Y015
+    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["config", "rendezvous", "open", "step", "close", "shutdown", "redirect", "forget"]  # noqa: Y015
     _WhichOneofArgType_entry: _TypeAlias = _typing.Literal["entry", b"entry"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_entry) -> _WhichOneofReturnType_entry | None: ...
 
@@ -539,6 +582,54 @@ class CloseRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CloseRequest: _TypeAlias = CloseRequest  # noqa: Y015
+
+@_typing.final
+class RedirectDelivery(_message.Message):
+    """The delivery so far is given up; all KV that has been computed, and what is still to come, goes where this
+    grant allows.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    GRANT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def grant(self) -> _common_pb2.Grant: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        grant: _common_pb2.Grant | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RedirectDelivery: _TypeAlias = RedirectDelivery  # noqa: Y015
+
+@_typing.final
+class ForgetRequest(_message.Message):
+    """The request is over on every rank. What follows in the log may use its pages."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetRequest: _TypeAlias = ForgetRequest  # noqa: Y015
 
 @_typing.final
 class Shutdown(_message.Message):

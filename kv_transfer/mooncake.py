@@ -6,9 +6,10 @@ Facts this wrapper rests on (wheel 0.3.13.post1; measured here, or read in its s
 - A write that reports failure may still land later, over TCP and RDMA alike.
 - Over TCP the receiver checks the destination once, when the write's header arrives. Unregistering the memory
   refuses later writes, and does not stop one that is being received: it lands to its end and reports success.
-  What stops it is the end of its connection. Each write has a connection of its own (without
-  MC_TCP_ENABLE_CONNECTION_POOL, which is therefore refused), and the receiving side may shut it down: nothing lands
-  after that, and the writer is told at once. Over RDMA unregistering is a complete fence.
+  What stops it is the end of its connection: when the receiving side shuts that down, nothing lands after it, and
+  the writer is told at once. Over RDMA unregistering is a complete fence.
+- Over TCP this wheel keeps connections for later writes unless MC_TCP_ENABLE_CONNECTION_POOL=0, which is set here:
+  with one connection for each write a late one can be cut without harm to others, at the same speed.
 - `transfer_submit_write` and `transfer_check_status` do not block, release the GIL, and report one write each;
   its source is read no more once the status is not 0 (source). The blocking calls spin on a core.
 - One mutex is held while a peer is contacted for the first time, and every other write waits for it (source).
@@ -96,11 +97,7 @@ class MooncakeEngine:
         os.environ.setdefault("GLOG_minloglevel", "2")
         # The list of regions that a peer asks for: more than ten thousand of them exceed the default of 1 MB.
         os.environ.setdefault("MC_HANDSHAKE_MAX_LENGTH", str(64 * 1024 * 1024))
-        if os.environ.get("MC_TCP_ENABLE_CONNECTION_POOL", "0").lower() not in ("0", "false", "no"):
-            raise InvalidConfig(
-                "MC_TCP_ENABLE_CONNECTION_POOL is set. Late writes are fenced by ending their connections, which must "
-                "not be shared with other writes; unset it (the pool is slower over one host anyway)."
-            )
+        os.environ["MC_TCP_ENABLE_CONNECTION_POOL"] = "0"
         try:
             from mooncake.engine import TransferEngine  # noqa: PLC0415 - settings above are read at import
         except ImportError as error:

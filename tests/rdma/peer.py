@@ -1,0 +1,271 @@
+"""A receiving process, driven over a pipe by the scenario that started it.
+
+It holds plain registered memory, or a `SlotArena`, for scenarios of single writes, and a `Receiver` with its
+server for those of whole transfers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+import numpy as np
+
+from headwater.errors import HeadwaterError
+from headwater.rpc import Server
+from headwater.v1 import common_pb2, transfer_pb2_grpc
+from kv_transfer.incoming import Incoming
+from kv_transfer.memory import HostBuffer
+from kv_transfer.mooncake import MooncakeEngine
+from kv_transfer.receiver import Receiver, ReceiverOptions, TransferServicer
+from kv_transfer.slots import SlotArena
+from kv_transfer.writer import Writer
+from tests.rdma.kv import SLOT_BYTES, Landing, contents, geometry
+from tests.rdma.link import RECEIVING
+
+FORK = multiprocessing.get_context("fork")
+
+_NUM_SLOTS = 16
+_STEP_SECONDS = 0.05
+# What is looked at: one byte in each page of memory.
+_PAGE_BYTES = 4096
+# That one scenario needs.
+_MOST_PEERS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Of a receiving process.
+
+    Attributes:
+        slot_bytes: of each of `num_slots` slots of the arena that single writes go to.
+    """
+
+    transport: str = "rdma"
+    num_slots: int = 0
+    slot_bytes: int = 0
+    # The decode side's pages; the prefill side's have another size.
+    page_size: int = 32
+    direct: bool = False
+    write_seconds: float = 5.0
+
+
+class Peer:
+    """A receiving process, as its scenario sees it."""
+
+    def __init__(self) -> None:
+        self._pipe, theirs = FORK.Pipe()
+        self.process = FORK.Process(target=_run, args=(theirs,))
+        self.process.start()
+        theirs.close()
+        self.session = ""
+
+    @property
+    def epoch(self) -> str:
+        return _epoch(self._pid)
+
+    def start(self, setup: Setup) -> None:
+        self._pipe.send(setup)
+        self.session = self._answer()
+
+    def ask(self, question: str, *arguments: Any) -> Any:
+        """Calls a method of `_Side`, and waits."""
+        self._pipe.send((question, arguments))
+        return self._answer()
+
+    async def asked(self, question: str, *arguments: Any) -> Any:
+        """The same, without holding up the event loop."""
+        return await asyncio.to_thread(self.ask, question, *arguments)
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """The process as a whole stands still, without its noticing."""
+        os.kill(self._pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self._pid, signal.SIGCONT)
+
+    @property
+    def _pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def _answer(self) -> Any:
+        succeeded, answer = self._pipe.recv()
+        if not succeeded:
+            raise RuntimeError(f"the receiving process failed:\n{answer}")
+        return answer
+
+
+class Peers:
+    """Processes that wait to become receivers. They are forked, ahead of their scenario's process, from one that has
+    imported everything, which takes many seconds under emulation, and that has no threads yet.
+    """
+
+    def __enter__(self) -> Self:
+        self._all = [Peer() for _ in range(_MOST_PEERS)]
+        self._idle = list(self._all)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for peer in self._all:
+            peer.process.kill()
+            peer.process.join()
+
+    def start(self, setup: Setup = Setup()) -> Peer:
+        peer = self._idle.pop()
+        peer.start(setup)
+        return peer
+
+
+def _epoch(pid: int) -> str:
+    return f"decode-{pid}"
+
+
+def _run(pipe: Connection) -> None:
+    setup = pipe.recv()
+    RECEIVING.use()
+    asyncio.run(_serve(pipe, setup))
+
+
+async def _serve(pipe: Connection, setup: Setup) -> None:
+    """Until this process is killed."""
+    side = _Side(setup)
+    await side.server.start()
+    pipe.send((True, side.engine.session))
+    while True:
+        question, arguments = await asyncio.to_thread(pipe.recv)
+        try:
+            answer = True, await getattr(side, question)(*arguments)
+        except Exception:  # noqa: BLE001 - the scenario raises it
+            answer = False, traceback.format_exc()
+        pipe.send(answer)
+
+
+class _Side:
+    """What a scenario may ask for. Addresses are of this process."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.engine = MooncakeEngine(RECEIVING.host, setup.transport, setup.write_seconds)
+        self._setup = setup
+        self._buffers: dict[int, HostBuffer] = {}
+        self._arena = SlotArena(self.engine, setup.num_slots, setup.slot_bytes)
+        self._snapshots: dict[int, np.ndarray[Any, np.dtype[np.uint8]]] = {}
+        self._incoming: dict[str, tuple[Incoming, Landing]] = {}
+        self._landing_arena = SlotArena(self.engine, _NUM_SLOTS, SLOT_BYTES)
+        self.server = Server("127.0.0.1:0", ["headwater.v1.TransferService"])
+        self._receiver = Receiver(
+            self.engine,
+            self._landing_arena,
+            Writer(self.engine, write_seconds=setup.write_seconds, max_bytes_in_flight=SLOT_BYTES),
+            epoch=_epoch(os.getpid()),
+            address=self.server.address,
+            geometry=geometry(setup.page_size),
+            options=ReceiverOptions(slots_per_writer=3, stop_seconds=5.0, direct=setup.direct),
+        )
+        servicer = TransferServicer(self._receiver)
+        transfer_pb2_grpc.add_TransferServiceServicer_to_server(servicer, self.server.grpc_server)
+
+    # Single writes.
+
+    async def register(self, num_bytes: int) -> int:
+        """New memory, zero."""
+        buffer = HostBuffer(num_bytes)
+        self.engine.register(buffer.address, num_bytes)
+        self._buffers[buffer.address] = buffer
+        return buffer.address
+
+    async def read(self, address: int, num_bytes: int) -> bytes:
+        return contents(address, num_bytes).tobytes()
+
+    async def landed(self, address: int, num_bytes: int) -> int:
+        """Pages that are not zero any more."""
+        return int(np.count_nonzero(contents(address, num_bytes)[::_PAGE_BYTES]))
+
+    async def landing(self, address: int, num_bytes: int) -> int:
+        """Waits until some have landed."""
+        while not (landed := await self.landed(address, num_bytes)):
+            await asyncio.sleep(_STEP_SECONDS)
+        return landed
+
+    async def fence(self, address: int) -> float:
+        """Returns the seconds it took."""
+        started = time.monotonic()
+        await asyncio.to_thread(self.engine.fence, address)
+        seconds = time.monotonic() - started
+        self._snapshots[address] = contents(address, self._buffers[address].num_bytes).copy()
+        return seconds
+
+    async def changed_since_fence(self, address: int) -> int:
+        """Bytes that are not what they were when the fence had returned."""
+        snapshot = self._snapshots[address]
+        return int(np.count_nonzero(contents(address, len(snapshot)) != snapshot))
+
+    # Slots.
+
+    async def acquire(self, count: int) -> list[int]:
+        """Addresses of slots."""
+        slots = await self._arena.acquire("writer", count, 5.0)
+        return [self._arena.address(slot) for slot in slots]
+
+    async def replace(self) -> list[int]:
+        """Fences the acquired slots. Returns the addresses that they have now, of memory that is theirs alone."""
+        slots = self._arena.quarantine("writer")
+        for slot in slots:
+            old = self._arena._buffers[slot]
+            self._buffers[old.address] = old
+            # So that it can be watched. Given back, it would read as zero whatever lands in it.
+            old.give_back_memory = lambda: None  # type: ignore[method-assign]
+        await self._arena.replace(slots)
+        self._arena.check()
+        for address, buffer in self._buffers.items():
+            self._snapshots[address] = contents(address, buffer.num_bytes).copy()
+        return [self._arena.address(slot) for slot in slots]
+
+    # Transfers.
+
+    async def expect(self, name: str, num_tokens: int) -> bytes:
+        """Returns the grant."""
+        landing = Landing(name, num_tokens, self._setup.page_size)
+        incoming = self._receiver.expect(name, 1, num_tokens, landing)
+        self._incoming[name] = incoming, landing
+        return self._receiver.grant(incoming).SerializeToString()
+
+    async def receiving(self, name: str) -> int:
+        """Waits until some of the transfer is verified and in place. Returns the cells that are missing."""
+        coverage = self._incoming[name][0].coverage
+        while coverage.missing == coverage.whole.volume:
+            await asyncio.sleep(_STEP_SECONDS)
+        return coverage.missing
+
+    async def outcome(self, name: str) -> int | HeadwaterError:
+        """Waits for the end of a transfer. The first token, or the error."""
+        try:
+            return (await self._incoming[name][0].committed()).first_token
+        except HeadwaterError as error:
+            return error
+
+    async def num_wrong_bytes(self, name: str) -> int:
+        return self._incoming[name][1].num_wrong_bytes()
+
+    async def settled(self) -> int:
+        """Waits until no slot is in quarantine and no transfer is open. Returns how many slots got new memory."""
+        while self._landing_arena.quarantined or self._landing_arena.held or self._receiver.open_transfers:
+            await asyncio.sleep(_STEP_SECONDS)
+        self._landing_arena.check()
+        return self._landing_arena.retired
+
+
+def parse(grant: bytes) -> common_pb2.Grant:
+    parsed = common_pb2.Grant()
+    parsed.ParseFromString(grant)
+    return parsed

@@ -31,16 +31,17 @@ class Site:
         self.router = cluster.router.address
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    model = tiny_models.make("llama", tmp_path / "model")
-    path = tmp_path / "cluster.toml"
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("failover")
+    model = tiny_models.make("llama", folder / "model")
+    path = folder / "cluster.toml"
     groups = [Group("p0", 2, 1, OPTIONS), Group("p1", 1, 2, OPTIONS)]
     cluster = write_cluster(path, model, groups, num_decode=2)
-    with processes(cluster, path, ["p0", "p1", "d0", "d1", "router"], tmp_path) as supervisor:
+    with processes(cluster, path, ["p0", "p1", "d0", "d1", "router"], folder) as supervisor:
         for name in ("p0", "p1", "d0", "d1"):
             asyncio.run(until_paired(cluster.router.address, name))
-        yield Site(tmp_path, cluster, supervisor, Oracle(model))
+        yield Site(folder, cluster, supervisor, Oracle(model))
 
 
 def ask_and_kill(site: Site, prompt: list[int], victim: Callable[[router_pb2.Accepted], int]) -> tuple[list[int], str]:

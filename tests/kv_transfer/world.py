@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import zlib
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,13 @@ from headwater.errors import HeadwaterError
 from headwater.rpc import Server
 from headwater.v1 import common_pb2, transfer_pb2_grpc
 from kv_transfer import memory
+from kv_transfer.engine import TransferEngine
 from kv_transfer.fetching import fetch_verified
 from kv_transfer.geometry import CellSize, PagedLayout, Span, head_share
 from kv_transfer.incoming import Incoming, PagedDestination
 from kv_transfer.memory import HostBuffer
 from kv_transfer.memory_engine import Faults, MemoryFabric
+from kv_transfer.mooncake import MooncakeEngine
 from kv_transfer.receiver import Receiver, ReceiverOptions, TransferServicer, join_grants
 from kv_transfer.sender import Outgoing, PagedSource, Sender, WriterRank
 from kv_transfer.slots import SlotArena
@@ -113,19 +115,43 @@ class Kv:
         ]
 
 
+class Fabric(Protocol):
+    """Makes engines that reach each other."""
+
+    def engine(self, name: str) -> TransferEngine: ...
+
+
+class MooncakeFabric:
+    """The real one, over TCP."""
+
+    def __init__(self, write_seconds: float = SECONDS) -> None:
+        self._write_seconds = write_seconds
+
+    def engine(self, name: str) -> TransferEngine:
+        return MooncakeEngine("127.0.0.1", "tcp", self._write_seconds)
+
+
 class PrefillRank:
     """A source rank with a pool of pages."""
 
     def __init__(
-        self, fabric: MemoryFabric, shape: Shape, rank: int, epoch: str, *, num_pages: int, write_seconds: float
+        self,
+        fabric: Fabric,
+        shape: Shape,
+        rank: int,
+        epoch: str,
+        *,
+        num_pages: int,
+        write_seconds: float,
+        segment_bytes: int = 400,
     ) -> None:
         layers, heads, replica, replicas = shape.ranks()[rank]
         self.dtype = shape.dtype
         self.layout = PagedLayout(layers, heads, shape.page_size, num_pages, CellSize.of(shape.geometry()))
         self.pool = HostBuffer(self.layout.total_bytes)
         self.engine = fabric.engine(f"prefill-{epoch}-{rank}")
-        self.arena = SlotArena(self.engine, 3, 400)
-        self.writer = Writer(self.engine, write_seconds=write_seconds, max_bytes_in_flight=1000)
+        self.arena = SlotArena(self.engine, 3, segment_bytes)
+        self.writer = Writer(self.engine, write_seconds=write_seconds, max_bytes_in_flight=4 * segment_bytes)
         self.sender = Sender(
             self.writer,
             self.arena,
@@ -170,11 +196,26 @@ class PrefillGroup:
     """All ranks of one incarnation of a prefill group."""
 
     def __init__(
-        self, fabric: MemoryFabric, shape: Shape, epoch: str, *, num_pages: int = 16, write_seconds: float = SECONDS
+        self,
+        fabric: Fabric,
+        shape: Shape,
+        epoch: str,
+        *,
+        num_pages: int = 16,
+        write_seconds: float = SECONDS,
+        segment_bytes: int = 400,
     ) -> None:
         self.shape = shape
         self.ranks = [
-            PrefillRank(fabric, shape, rank, epoch, num_pages=num_pages, write_seconds=write_seconds)
+            PrefillRank(
+                fabric,
+                shape,
+                rank,
+                epoch,
+                num_pages=num_pages,
+                write_seconds=write_seconds,
+                segment_bytes=segment_bytes,
+            )
             for rank in range(shape.pp * shape.tp)
         ]
 
@@ -205,13 +246,20 @@ class DecodeRank:
     """A receiver with its server."""
 
     def __init__(
-        self, fabric: MemoryFabric, shape: Shape, rank: int, epoch: str, options: ReceiverOptions, num_slots: int
+        self,
+        fabric: Fabric,
+        shape: Shape,
+        rank: int,
+        epoch: str,
+        options: ReceiverOptions,
+        num_slots: int,
+        slot_bytes: int = 400,
     ) -> None:
         self.shape = shape
         self.layers, self.heads, _, _ = shape.ranks()[rank]
         self.engine = fabric.engine(f"decode-{epoch}-{rank}")
-        self.arena = SlotArena(self.engine, num_slots, 400)
-        self.writer = Writer(self.engine, write_seconds=SECONDS, max_bytes_in_flight=1000)
+        self.arena = SlotArena(self.engine, num_slots, slot_bytes)
+        self.writer = Writer(self.engine, write_seconds=SECONDS, max_bytes_in_flight=4 * slot_bytes)
         self.server = Server("127.0.0.1:0", ["headwater.v1.TransferService"])
         self.receiver = Receiver(
             self.engine,
@@ -243,14 +291,18 @@ class DecodeGroup:
 
     def __init__(
         self,
-        fabric: MemoryFabric,
+        fabric: Fabric,
         shape: Shape,
         epoch: str = "now",
         options: ReceiverOptions = ReceiverOptions(),
         num_slots: int = 16,
+        slot_bytes: int = 400,
     ) -> None:
         self.shape = shape
-        self.ranks = [DecodeRank(fabric, shape, rank, epoch, options, num_slots) for rank in range(shape.pp * shape.tp)]
+        self.ranks = [
+            DecodeRank(fabric, shape, rank, epoch, options, num_slots, slot_bytes)
+            for rank in range(shape.pp * shape.tp)
+        ]
 
     async def start(self) -> None:
         for rank in self.ranks:

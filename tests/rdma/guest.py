@@ -11,8 +11,8 @@ from tests.rdma.peer import FORK, Peers
 from tests.rdma.say import say
 from tests.rdma.scenarios import perform
 
-SMOKE = ("transports", "staged", "fence")
-FULL = (*SMOKE, "direct", "late_write", "failing_entry", "receiver_killed", "receiver_stopped")
+SMOKE = ("transports", "staged", "fence", "late_write")
+FULL = (*SMOKE, "direct", "failing_entry", "receiver_killed", "receiver_stopped", "receiver_hangs")
 # Of one scenario. Nothing here is expected to come near it.
 _LIMIT_SECONDS = 150.0
 

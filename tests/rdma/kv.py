@@ -121,12 +121,12 @@ class Prefill:
         # What transfers failed with by themselves.
         self.failures: list[HeadwaterError] = []
 
-    def send(self, grant: common_pb2.Grant, name: str) -> list[Outgoing]:
+    def send(self, grant: common_pb2.Grant, name: str, num_tokens: int) -> list[Outgoing]:
         """Sends all of request `name`, in chunks."""
         for rank in self.ranks:
-            fill(rank.layout, rank.pool.address, self.pages, name, self.num_tokens)
+            fill(rank.layout, rank.pool.address, self.pages, name, num_tokens)
         outgoing = [rank.sender.open(grant, self.pages, self.failures.append) for rank in self.ranks]
-        edges = [*range(0, self.num_tokens, CHUNK_TOKENS), self.num_tokens]
+        edges = [*range(0, num_tokens, CHUNK_TOKENS), num_tokens]
         for start, end in itertools.pairwise(edges):
             for one in outgoing:
                 one.send(Span(start, end))

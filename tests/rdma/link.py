@@ -57,6 +57,17 @@ def slow_wire() -> Iterator[None]:
         clear_wire()
 
 
+@contextlib.contextmanager
+def cut_wire() -> Iterator[None]:
+    """Nothing arrives. Afterwards the wire is at full speed."""
+    for end in (SENDING, RECEIVING):
+        _queue(end, "netem", "loss", "100%")
+    try:
+        yield
+    finally:
+        clear_wire()
+
+
 def clear_wire() -> None:
     """Full speed, whatever was before."""
     for end in (SENDING, RECEIVING):

@@ -13,10 +13,12 @@ import os
 import signal
 import time
 import traceback
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from headwater.errors import HeadwaterError
 from headwater.rpc import Server
@@ -42,13 +44,10 @@ _MOST_PEERS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """Of a receiving process.
-
-    Attributes:
-        slot_bytes: of each of `num_slots` slots of the arena that single writes go to.
-    """
+    """Of a receiving process."""
 
     transport: str = "rdma"
+    # Of the arena that single writes go to.
     num_slots: int = 0
     slot_bytes: int = 0
     # The decode side's pages; the prefill side's have another size.
@@ -151,15 +150,33 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
         pipe.send(answer)
 
 
+class _WatchedEngine(MooncakeEngine):
+    """Remembers what memory held when its fence returned."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(RECEIVING.host, setup.transport, setup.write_seconds)
+        self.watched: dict[int, HostBuffer] = {}
+        self.snapshots: dict[int, npt.NDArray[np.uint8]] = {}
+        self.fence_seconds: dict[int, float] = {}
+
+    def fence(self, address: int) -> None:
+        started = time.monotonic()
+        super().fence(address)
+        self.fence_seconds[address] = time.monotonic() - started
+        if address in self.watched:
+            self.snapshots[address] = self.contents(address).copy()
+
+    def contents(self, address: int) -> npt.NDArray[np.uint8]:
+        return contents(address, self.watched[address].num_bytes)
+
+
 class _Side:
     """What a scenario may ask for. Addresses are of this process."""
 
     def __init__(self, setup: Setup) -> None:
-        self.engine = MooncakeEngine(RECEIVING.host, setup.transport, setup.write_seconds)
         self._setup = setup
-        self._buffers: dict[int, HostBuffer] = {}
+        self.engine = _WatchedEngine(setup)
         self._arena = SlotArena(self.engine, setup.num_slots, setup.slot_bytes)
-        self._snapshots: dict[int, np.ndarray[Any, np.dtype[np.uint8]]] = {}
         self._incoming: dict[str, tuple[Incoming, Landing]] = {}
         self._landing_arena = SlotArena(self.engine, _NUM_SLOTS, SLOT_BYTES)
         self.server = Server("127.0.0.1:0", ["headwater.v1.TransferService"])
@@ -181,55 +198,55 @@ class _Side:
         """New memory, zero."""
         buffer = HostBuffer(num_bytes)
         self.engine.register(buffer.address, num_bytes)
-        self._buffers[buffer.address] = buffer
+        self.engine.watched[buffer.address] = buffer
         return buffer.address
 
     async def read(self, address: int, num_bytes: int) -> bytes:
-        return contents(address, num_bytes).tobytes()
+        return self.engine.contents(address)[:num_bytes].tobytes()
 
-    async def landed(self, address: int, num_bytes: int) -> int:
+    async def landed(self, address: int) -> int:
         """Pages that are not zero any more."""
-        return int(np.count_nonzero(contents(address, num_bytes)[::_PAGE_BYTES]))
+        return int(np.count_nonzero(self.engine.contents(address)[::_PAGE_BYTES]))
 
-    async def landing(self, address: int, num_bytes: int) -> int:
-        """Waits until some have landed."""
-        while not (landed := await self.landed(address, num_bytes)):
+    async def landing(self, address: int, more_than: int) -> int:
+        """Waits until more than so many have landed."""
+        while (landed := await self.landed(address)) <= more_than:
             await asyncio.sleep(_STEP_SECONDS)
         return landed
 
     async def fence(self, address: int) -> float:
         """Returns the seconds it took."""
-        started = time.monotonic()
         await asyncio.to_thread(self.engine.fence, address)
-        seconds = time.monotonic() - started
-        self._snapshots[address] = contents(address, self._buffers[address].num_bytes).copy()
-        return seconds
+        return self.engine.fence_seconds[address]
 
     async def changed_since_fence(self, address: int) -> int:
         """Bytes that are not what they were when the fence had returned."""
-        snapshot = self._snapshots[address]
-        return int(np.count_nonzero(contents(address, len(snapshot)) != snapshot))
+        return int(np.count_nonzero(self.engine.contents(address) != self.engine.snapshots[address]))
 
     # Slots.
 
     async def acquire(self, count: int) -> list[int]:
-        """Addresses of slots."""
-        slots = await self._arena.acquire("writer", count, 5.0)
-        return [self._arena.address(slot) for slot in slots]
+        """Addresses of slots, in the order in which they will be replaced."""
+        return self._watch(sorted(await self._arena.acquire("writer", count, 5.0)))
 
     async def replace(self) -> list[int]:
-        """Fences the acquired slots. Returns the addresses that they have now, of memory that is theirs alone."""
-        slots = self._arena.quarantine("writer")
-        for slot in slots:
-            old = self._arena._buffers[slot]
-            self._buffers[old.address] = old
-            # So that it can be watched. Given back, it would read as zero whatever lands in it.
-            old.give_back_memory = lambda: None  # type: ignore[method-assign]
+        """Fences the acquired slots. Returns the addresses that they have now."""
+        slots = sorted(self._arena.quarantine("writer"))
         await self._arena.replace(slots)
         self._arena.check()
-        for address, buffer in self._buffers.items():
-            self._snapshots[address] = contents(address, buffer.num_bytes).copy()
-        return [self._arena.address(slot) for slot in slots]
+        return self._watch(slots)
+
+    async def fence_seconds(self, address: int) -> float:
+        """What the fence of a slot took."""
+        return self.engine.fence_seconds[address]
+
+    def _watch(self, slots: Iterable[int]) -> list[int]:
+        buffers = [self._arena._buffers[slot] for slot in slots]
+        for buffer in buffers:
+            self.engine.watched[buffer.address] = buffer
+            # Memory that was given back would read as zero, whatever lands in it.
+            buffer.give_back_memory = lambda: None  # type: ignore[method-assign]
+        return [buffer.address for buffer in buffers]
 
     # Transfers.
 

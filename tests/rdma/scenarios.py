@@ -11,17 +11,22 @@ from collections.abc import Iterator
 import numpy as np
 
 from headwater.errors import HeadwaterError
-from kv_transfer.engine import WriteState
+from kv_transfer.engine import WriteFailed, WriteState
 from kv_transfer.memory import HostBuffer
 from kv_transfer.mooncake import MooncakeEngine
 from kv_transfer.sender import Outgoing
 from kv_transfer.writer import Entry, Job, Writer, Written
-from tests.rdma.kv import FIRST_TOKEN, TOKEN_BYTES, Prefill, contents
-from tests.rdma.link import PAYLOAD_BYTES, SENDING, slow_wire
+from tests.rdma.kv import FIRST_TOKEN, TOKEN_BYTES, Prefill, PrefillRank, contents
+from tests.rdma.link import PAYLOAD_BYTES, SENDING, cut_wire, slow_wire
 from tests.rdma.peer import Peer, Peers, Setup, parse
 from tests.rdma.say import say
 
 MIB = 1024 * 1024
+# Of a transfer that is to succeed; one that is to be cut off takes longer.
+_NUM_TOKENS = 1200
+_STEP_SECONDS = 0.05
+# Longer than anything takes.
+_PATIENCE_SECONDS = 120.0
 
 
 class Checks:
@@ -66,8 +71,8 @@ class Source:
             ],
         )
 
-    def bytes(self, offset: int, num_bytes: int) -> bytes:
-        return contents(self.buffer.address + offset, num_bytes).tobytes()
+    def bytes(self, num_bytes: int) -> bytes:
+        return contents(self.buffer.address, num_bytes).tobytes()
 
 
 def perform(name: str, peers: Peers) -> bool:
@@ -83,12 +88,12 @@ def perform(name: str, peers: Peers) -> bool:
 
 async def staged(checks: Checks, peers: Peers) -> None:
     """PP2·TP2 sends through landing slots."""
-    await _deliver(checks, Prefill(1200, pp=2, tp=2), peers.start(), "staged")
+    await _deliver(checks, Prefill(_NUM_TOKENS, pp=2, tp=2), peers.start(), "staged")
 
 
 async def direct(checks: Checks, peers: Peers) -> None:
     """PP2 writes page to page."""
-    outgoing = await _deliver(checks, Prefill(1200, pp=2), peers.start(Setup(direct=True)), "direct")
+    outgoing = await _deliver(checks, Prefill(_NUM_TOKENS, pp=2), peers.start(Setup(direct=True)), "direct")
     deliveries = [delivery for one in outgoing for delivery in one._deliveries]
     checks.that("every box went page to page", all(one._push is not None and one._push.direct for one in deliveries))
 
@@ -104,36 +109,35 @@ async def transports(checks: Checks, peers: Peers) -> None:
         written = _result(source.write(peer, destination, 2 * MIB, entries=2))
         sent = SENDING.packets_sent() - before
         checks.that("the write is done", written.done, _counts(written.states))
-        checks.that("it is byte-exact", peer.ask("read", destination, 2 * MIB) == source.bytes(0, 2 * MIB))
+        checks.that("it is byte-exact", peer.ask("read", destination, 2 * MIB) == source.bytes(2 * MIB))
         as_said = sent >= 2 * MIB / PAYLOAD_BYTES if expected == "rdma" else sent == 0
         checks.that(f"it went over {expected}", as_said, f"{sent} RDMA packets")
 
 
 async def fence(checks: Checks, peers: Peers) -> None:
     """After `fence` nothing lands in that memory, and the rest of the peer's memory is as reachable as before."""
-    source, peer = Source(24 * MIB), peers.start()
-    fenced, other = peer.ask("register", 24 * MIB), peer.ask("register", 4 * MIB)
+    source, peer = Source(32 * MIB), peers.start()
+    fenced, other = peer.ask("register", 32 * MIB), peer.ask("register", 4 * MIB)
     with slow_wire(), checks.over_rdma(4 * MIB):
-        job = source.write(peer, fenced, 24 * MIB, entries=24)
-        landed = peer.ask("landing", fenced, 24 * MIB)
+        job = source.write(peer, fenced, 32 * MIB, entries=32)
+        landed = peer.ask("landing", fenced, 0)
         beside = source.write(peer, other, 4 * MIB, entries=4)
         seconds = peer.ask("fence", fenced)
+        checks.that("the fence returned", holds=True, fact=f"{seconds:.3f} s, {landed} pages had landed before")
         states = _result(job).states
-        checks.that("the fence came in the middle of the write", WriteState.FAILED in states, _counts(states))
-        checks.that("the fence returned", True, f"{seconds:.3f} s, {landed} pages had landed before")
+        checks.that("it came in the middle of a job", WriteState.FAILED in states, _counts(states))
         states = _result(beside).states
         checks.that("writes to other memory that were under way arrive", _result(beside).done, _counts(states))
-    checks.that("they are byte-exact", peer.ask("read", other, 4 * MIB) == source.bytes(0, 4 * MIB))
-    again = source.write(peer, fenced, MIB)
-    checks.that("a new write to fenced memory fails", not _result(again).done, _counts(_result(again).states))
-    last = source.write(peer, other, MIB)
-    checks.that("a new write to other memory arrives", _result(last).done)
+    checks.that("they are byte-exact", peer.ask("read", other, 4 * MIB) == source.bytes(4 * MIB))
+    again = _result(source.write(peer, fenced, MIB))
+    checks.that("a new write to fenced memory fails", not again.done, _counts(again.states))
+    checks.that("a new write to other memory arrives", _result(source.write(peer, other, MIB)).done)
     changed = peer.ask("changed_since_fence", fenced)
     checks.that("the fenced memory is as it was when the fence returned", changed == 0, f"{changed} bytes differ")
 
 
 async def late_write(checks: Checks, peers: Peers) -> None:
-    """A write that outlives its deadline lands; once its slot has been fenced it does not."""
+    """A write that outlives its deadline goes on landing, until its slot is fenced and gets new memory."""
     size = 32 * MIB
     source, peer = Source(size, write_seconds=1.0), peers.start(Setup(num_slots=2, slot_bytes=size))
     used, unused = peer.ask("acquire", 2)
@@ -141,27 +145,23 @@ async def late_write(checks: Checks, peers: Peers) -> None:
         job = source.write(peer, used, size, entries=4)
         states = _result(job).states
         checks.that("the write is reported as late", WriteState.PENDING in states, _counts(states))
-        before = peer.ask("landed", used, size)
-        after = before
-        while after == before:
-            after = peer.ask("landed", used, size)
-        checks.that("it lands all the same", True, f"{before} pages at its deadline, {after} a moment later")
-        started = time.monotonic()
+        before = peer.ask("landed", used)
+        after = peer.ask("landing", used, before)
+        checks.that("it lands all the same", holds=True, fact=f"{before} pages at its deadline, {after} later")
         addresses = peer.ask("replace")
-        fact = f"{time.monotonic() - started:.3f} s"
-        checks.that("the slots go on with other memory", not {used, unused} & set(addresses), fact)
-        vouched = job.settled.result(60)
+        seconds = peer.ask("fence_seconds", used)
+        checks.that("the slots go on with other memory", not {used, unused} & set(addresses), f"{seconds:.3f} s")
+        vouched = job.settled.result(_PATIENCE_SECONDS)
     checks.that("the late write ends, and nobody vouches for it", not vouched, _counts(job.states))
-    complete = peer.ask("landed", used, size) == size // 4096
-    checks.that("the fence came in the middle of it", not complete)
-    for address, what in ((used, "the fenced memory is as it was"), (unused, "and that of the slot beside it")):
+    landed = peer.ask("landed", used)
+    checks.that("the fence came in the middle of it", landed * 4096 < size, f"{landed} of {size // 4096} pages")
+    for address, what in ((used, "the fenced memory"), (unused, "the slot beside it")):
         changed = peer.ask("changed_since_fence", address)
-        checks.that(what, changed == 0, f"{changed} bytes differ")
-    for address in addresses:
-        checks.that("new memory is untouched", peer.ask("landed", address, size) == 0)
-    again = source.write(peer, addresses[0], MIB)
-    checks.that("the next write arrives in it", _result(again).done, _counts(_result(again).states))
-    checks.that("byte-exact", peer.ask("read", addresses[0], MIB) == source.bytes(0, MIB))
+        checks.that(f"{what} is as it was when the fence returned", changed == 0, f"{changed} bytes differ")
+    checks.that("new memory is untouched", not any(peer.ask("landed", address) for address in addresses))
+    again = _result(source.write(peer, addresses[0], MIB))
+    checks.that("the next write arrives in it", again.done, _counts(again.states))
+    checks.that("it is byte-exact", peer.ask("read", addresses[0], MIB) == source.bytes(MIB))
 
 
 async def failing_entry(checks: Checks, peers: Peers) -> None:
@@ -177,75 +177,112 @@ async def failing_entry(checks: Checks, peers: Peers) -> None:
     failed = written.states[3] in (WriteState.FAILED, WriteState.REFUSED)
     checks.that("the entry without a destination fails", failed, written.states[3])
     checks.that("the others are done", written.states == expected, _counts(written.states))
-    checks.that("they are byte-exact", peer.ask("read", good, 8 * MIB) == source.bytes(0, 8 * MIB))
+    checks.that("they are byte-exact", peer.ask("read", good, 8 * MIB) == source.bytes(8 * MIB))
 
 
 async def receiver_killed(checks: Checks, peers: Peers) -> None:
     """The receiver dies in the middle of a transfer; the sender says so and serves the next one."""
-    prefill, peer = Prefill(8192, write_seconds=10.0), peers.start()
+    prefill, source, peer = Prefill(8192), Source(16 * MIB), peers.start()
     (rank,) = prefill.ranks
+    destination = peer.ask("register", 16 * MIB)
     grant = parse(await peer.asked("expect", "lost", prefill.num_tokens))
     with slow_wire():
-        (outgoing,) = prefill.send(grant, "lost")
+        (outgoing,) = prefill.send(grant, "lost", prefill.num_tokens)
         missing = await peer.asked("receiving", "lost")
+        job = source.write(peer, destination, 16 * MIB, entries=16)
+        await peer.asked("landing", destination, 0)
         peer.kill()
         started = time.monotonic()
+        written = await asyncio.wrap_future(job.result)
+        fact = f"{_counts(written.states)}, {time.monotonic() - started:.1f} s after the end of the receiver"
+        checks.that("a job that was under way fails", WriteState.FAILED in written.states, fact)
         sent = await outgoing.ended()
-    what = f"after {time.monotonic() - started:.1f} s, {missing} cells missing: {sent.error!r}"
-    checks.that("the transfer fails with an error of ours", isinstance(sent.error, HeadwaterError), what)
+    fact = f"{time.monotonic() - started:.1f} s, {missing} cells were missing: {sent.error!r}"
+    checks.that("the transfer fails with an error of ours", isinstance(sent.error, HeadwaterError), fact)
     checks.that("its owner was told", prefill.failures == [sent.error])
-    started = time.monotonic()
-    job = rank.writer.write(peer.session, peer.epoch, [Entry(rank.pool.address, 0x10000, MIB)])
-    error = await asyncio.to_thread(job.result.exception, 60)
-    ended = repr(error) if error is not None else _counts(_result(job).states)
-    failed = isinstance(error, HeadwaterError) or not _result(job).done
-    checks.that("another write to it fails", failed, f"{ended} after {time.monotonic() - started:.1f} s")
-    while rank.arena.held:
-        await asyncio.sleep(0.05)
-    checks.that("every segment comes back", True, f"{time.monotonic() - started:.1f} s later")
+    again = _result(source.write(peer, destination, MIB))
+    checks.that("another write fails", not again.done, f"{_counts(again.states)}, {time.monotonic() - started:.1f} s")
+    await _segments_come_back(rank)
+    checks.that("every segment comes back", holds=True, fact=f"{time.monotonic() - started:.1f} s")
     await _deliver(checks, prefill, peers.start(), "next")
 
 
 async def receiver_stopped(checks: Checks, peers: Peers) -> None:
-    """The receiver is stopped for longer than the write deadline; nothing of the transfer is used after that."""
-    prefill, peer = Prefill(8192, write_seconds=1.0), peers.start(Setup(write_seconds=1.0))
-    (rank,) = prefill.ranks
+    """The receiver stands still in the middle of a transfer: its memory takes writes all the same, but it commits
+    nothing once the sender has given up, and serves the next transfer.
+    """
+    prefill, source, peer = Prefill(8192), Source(4 * MIB), peers.start()
+    destination = peer.ask("register", 4 * MIB)
+    checks.that("the write before is done", _result(source.write(peer, destination, 4096)).done)
     grant = parse(await peer.asked("expect", "stopped", prefill.num_tokens))
     with slow_wire():
-        (outgoing,) = prefill.send(grant, "stopped")
+        (outgoing,) = prefill.send(grant, "stopped", prefill.num_tokens)
         await peer.asked("receiving", "stopped")
         peer.stop()
-        started = time.monotonic()
+        written = await asyncio.wrap_future(source.write(peer, destination, 4 * MIB, entries=4).result)
+        checks.that("writes to the stopped process are done", written.done, _counts(written.states))
         sent = await outgoing.ended()
-        fact = f"after {time.monotonic() - started:.1f} s: {sent.error!r}"
-        checks.that("the transfer fails with an error of ours", isinstance(sent.error, HeadwaterError), fact)
-        peer.go_on()
-        outcome = await peer.asked("outcome", "stopped")
-        checks.that("the receiver commits nothing", isinstance(outcome, HeadwaterError), repr(outcome))
+        checks.that(
+            "the transfer fails with an error of ours", isinstance(sent.error, HeadwaterError), repr(sent.error)
+        )
+    peer.go_on()
+    checks.that("what was written is there", await peer.asked("read", destination, 4 * MIB) == source.bytes(4 * MIB))
+    await _goes_on(checks, prefill, peer, "stopped")
+
+
+async def receiver_hangs(checks: Checks, peers: Peers) -> None:
+    """The receiver stands still and its wire is cut, for longer than the deadline of writes. When it is back, what
+    was under way may land, and hits nothing.
+    """
+    prefill, peer = Prefill(8192, write_seconds=2.0), peers.start()
+    grant = parse(await peer.asked("expect", "hung", prefill.num_tokens))
+    with slow_wire():
+        (outgoing,) = prefill.send(grant, "hung", prefill.num_tokens)
+        await peer.asked("receiving", "hung")
+        # In this order: while it runs, it frees slots for writes that the cut then holds up.
+        with cut_wire():
+            peer.stop()
+            sent = await outgoing.ended()
+    checks.that("a write is reported as late or failed", isinstance(sent.error, WriteFailed), repr(sent.error))
+    checks.that("the sender does not vouch for its writes", not sent.quiesced)
+    peer.go_on()
+    await _goes_on(checks, prefill, peer, "hung")
+
+
+async def _goes_on(checks: Checks, prefill: Prefill, peer: Peer, lost: str) -> None:
+    """A receiver that is back commits nothing of the `lost` transfer, has all its slots, and serves the next one."""
+    outcome = await peer.asked("outcome", lost)
+    checks.that("the receiver commits nothing", isinstance(outcome, HeadwaterError), repr(outcome))
     retired = await peer.asked("settled")
-    checks.that("the receiver has all its slots back", True, f"{retired} with new memory, quiesced: {sent.quiesced}")
-    while rank.arena.held:
-        await asyncio.sleep(0.05)
+    checks.that("it has all its slots", holds=True, fact=f"{retired} with new memory")
+    await _segments_come_back(*prefill.ranks)
     await _deliver(checks, prefill, peer, "next")
+
+
+async def _segments_come_back(*ranks: PrefillRank) -> None:
+    for rank in ranks:
+        while rank.arena.held:
+            await asyncio.sleep(_STEP_SECONDS)
+        rank.arena.check()
 
 
 async def _deliver(checks: Checks, prefill: Prefill, peer: Peer, name: str) -> list[Outgoing]:
     """One transfer from beginning to end."""
-    grant = parse(await peer.asked("expect", name, prefill.num_tokens))
-    with checks.over_rdma(prefill.num_tokens * TOKEN_BYTES):
-        outgoing = prefill.send(grant, name)
+    grant = parse(await peer.asked("expect", name, _NUM_TOKENS))
+    with checks.over_rdma(_NUM_TOKENS * TOKEN_BYTES):
+        outgoing = prefill.send(grant, name, _NUM_TOKENS)
         outcome = await peer.asked("outcome", name)
         ended = [await one.ended() for one in outgoing]
     checks.that("the receiver commits", outcome == FIRST_TOKEN, repr(outcome))
     errors = [sent.error for sent in ended if sent.error is not None]
     checks.that(f"all of {len(outgoing)} senders are content", not errors, errors or "")
     wrong = await peer.asked("num_wrong_bytes", name)
-    checks.that("every byte is right", wrong == 0, f"{wrong} of {prefill.num_tokens * TOKEN_BYTES} are wrong")
+    checks.that("every byte is right", wrong == 0, f"{wrong} of {_NUM_TOKENS * TOKEN_BYTES} are wrong")
     return outgoing
 
 
 def _result(job: Job) -> Written:
-    return job.result.result(120)
+    return job.result.result(_PATIENCE_SECONDS)
 
 
 def _counts(states: list[WriteState]) -> str:

@@ -14,7 +14,9 @@ CANNOT_BE_SET_UP = 2
 @pytest.mark.timeout(900)
 def test_kv_crosses_soft_roce() -> None:
     script = Path(__file__).with_name("run.sh")
-    done = subprocess.run(["bash", script, "smoke"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        ["bash", script, "smoke"], check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     last = done.stdout.strip().rpartition("\n")[2]
     if done.returncode == CANNOT_BE_SET_UP:
         pytest.skip(last)

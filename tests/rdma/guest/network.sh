@@ -43,5 +43,5 @@ if .venv/bin/python -m tests.rdma.guest $SUITE 2>/tmp/errors; then
     echo "guest: all passed"
 else
     echo "guest: standard error ended with"
-    tail -n 100 /tmp/errors
+    tail -n 40 /tmp/errors
 fi

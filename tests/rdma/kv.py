@@ -67,11 +67,13 @@ class Landing:
         self.pages: list[int] = np.random.default_rng(1).permutation(num_pages)[: num_pages - 1].tolist()
         self.buffer = HostBuffer(self.layout.total_bytes)
         self.address = self.buffer.address
+        self.retired = False
         self._name, self._num_tokens = name, num_tokens
         paged = PagedDestination(self.layout, self.pages, self.address)
         self.unpack, self.pack = paged.unpack, paged.pack
 
     def retire(self) -> None:
+        self.retired = True
         self.buffer.give_back_memory()
         self.buffer.retire()
 

@@ -39,6 +39,18 @@ class End:
 SENDING = End("rxe0", "10.77.0.1", "eth0")
 RECEIVING = End("rxe1", "10.77.0.2", "eth1")
 
+
+@contextlib.contextmanager
+def hidden_devices() -> Iterator[None]:
+    """Nobody can open an RDMA device. /sys goes on naming them."""
+    folder = Path("/dev/infiniband")
+    elsewhere = folder.rename(folder.with_name("elsewhere"))
+    try:
+        yield
+    finally:
+        elsewhere.rename(folder)
+
+
 # Slow enough for a few megabytes to take seconds, and fast enough that the packets which a queue pair may have under
 # way (64) are not taken for lost ones.
 _SLOW = "60mbit"

@@ -275,11 +275,15 @@ class _Side:
         return self._incoming[name][1].num_wrong_bytes()
 
     async def settled(self) -> int:
-        """Waits until no slot is in quarantine and no transfer is open. Returns how many slots got new memory."""
-        while self._landing_arena.quarantined or self._landing_arena.held or self._receiver.open_transfers:
+        """Waits until no transfer is open and every fence has returned. Returns how many slots and destinations
+        have had their addresses given up.
+        """
+        # One task is the reaper; the others are fences.
+        while self._receiver.open_transfers or len(self._receiver._tasks) > 1:
             await asyncio.sleep(_STEP_SECONDS)
         self._landing_arena.check()
-        return self._landing_arena.retired
+        assert self._landing_arena.free == _NUM_SLOTS
+        return self._landing_arena.retired + sum(landing.retired for _, landing in self._incoming.values())
 
 
 def parse(grant: bytes) -> common_pb2.Grant:

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Runs KV transfers over real RDMA verbs without an RDMA adapter: boots a Debian kernel under QEMU (software emulation,
-# 1 CPU, no network), loads Soft-RoCE (rdma_rxe) and runs tests/rdma/guest.py in it.
+# KV transfers over real RDMA verbs without an RDMA adapter: boots a Debian kernel under QEMU (software emulation, one
+# CPU, no network), loads Soft-RoCE (rdma_rxe) and runs tests/rdma/guest.py in it.
 #
 #   bash tests/rdma/run.sh [smoke|full|SCENARIO…]
 #
 # Ends with PASS (exit status 0), FAIL (1), or says why this machine cannot do it (2).
 #
-# Nothing is installed: packages are unpacked once under $HEADWATER_CACHE/soft-roce, by default below ~/.cache. The guest
-# sees this checkout with its .venv, /usr and the Python installation, all read-only.
+# Nothing is installed: packages are unpacked once, into $HEADWATER_CACHE/soft-roce (by default ~/.cache/headwater/…).
+# The guest sees this checkout with its .venv, /usr and the Python installation, all read-only.
 #
-# RDMA_SHIM=0     leaves the endless retries that rdma_rxe makes of Mooncake's retry count (see guest/shim.c)
-# RDMA_ENV="A=1 B=2"   sets variables in the guest, such as MC_LOG_LEVEL=INFO
+# RDMA_SHIM=0          leaves the endless retries that rdma_rxe makes of Mooncake's retry count (see guest/shim.c)
+# RDMA_ENV="A=1 B=2"   variables for the guest, such as GLOG_minloglevel=0 MC_LOG_LEVEL=INFO
 # RDMA_LIMIT=SECONDS   after which QEMU is killed
-set -euo pipefail
+set -eEuo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 HERE=$ROOT/tests/rdma
@@ -99,7 +99,7 @@ unpack() {
 fill_cache() {
     local recipe
     recipe=$({ declare -f unpack && echo "${MODULE_FOLDERS[@]}"; } | sha256sum | cut -d' ' -f1)
-    mkdir -p "$CACHE"
+    mkdir -p "$CACHE" || cannot "cannot write to $CACHE: set HEADWATER_CACHE to another folder."
     exec 9<"$CACHE"
     flock 9
     if [[ $(cat "$CACHE/recipe" 2>/dev/null) != "$recipe" ]]; then
@@ -168,6 +168,7 @@ main() {
         smoke) LIMIT=${RDMA_LIMIT:-300} ;;
         *) LIMIT=${RDMA_LIMIT:-1200} ;;
     esac
+    trap 'cannot "setting up failed in line $LINENO of run.sh; messages are above."' ERR
     check_host
     fill_cache
     PYTHON_HOME=$("$ROOT/.venv/bin/python" -c 'import sys; print(sys.base_prefix)')
@@ -179,12 +180,14 @@ main() {
     QEMU_STATUS=0
     : >"$WORK/console.log"
     boot
+    trap - ERR
     cat "$WORK/console.log"
     say "the guest has ended"
     if [[ $QEMU_STATUS == 124 || $QEMU_STATUS == 137 ]]; then
         echo "FAIL: not done within $LIMIT s"
         exit 1
     fi
+    [[ -s $WORK/console.log ]] || cannot "QEMU does not start here (exit status $QEMU_STATUS); its messages are above."
     # The serial line ends lines with CR LF.
     if grep -q '^guest: all passed' "$WORK/console.log"; then
         echo PASS

@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import grpc.aio
+import numpy as np
 
-from headwater.errors import DeadlinePassed, HeadwaterError, StalePeer, TransferFailed, from_rpc_error, from_status
+from headwater.errors import DeadlinePassed, HeadwaterError, StalePeer, TransferFailed, from_rpc_error
 from headwater.lifecycle import Event, Logger
 from headwater.rpc import open_channel
 from headwater.v1 import common_pb2, transfer_pb2, transfer_pb2_grpc
 from kv_transfer import metrics
-from kv_transfer.futures import to_its_end
 from kv_transfer.geometry import Box, PagedLayout, Span
 from kv_transfer.landing import Region
 from kv_transfer.pushing import Push, PushTarget
 from kv_transfer.session import SenderEvent, sender_session
+from kv_transfer.streams import say
 from kv_transfer.wire import WireFormat
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Delivery:
         self._grant = grant
         self._target = target
         self._part = part
-        self._pages = pages
+        self._pages = np.array(pages, dtype=np.int64)
         self._log = log
         self._key = common_pb2.TransferKey(transfer_id=grant.transfer_id, attempt=grant.attempt, epoch=target.epoch)
         self._session = sender_session(grant.transfer_id)
@@ -131,7 +132,7 @@ class Delivery:
             writer_rank=self._sender.rank,
             direct=source is not None,
         )
-        await self._say(call, transfer_pb2.DeliverRequest(open=opening))
+        await say(call, transfer_pb2.DeliverRequest(open=opening), self._peer)
         # One reader for the whole call: gRPC cancels a call whose read is cancelled.
         reader = asyncio.ensure_future(self._read(call))
         speaker = asyncio.ensure_future(self._speak(call))
@@ -147,7 +148,7 @@ class Delivery:
             try:
                 self._messages.put_nowait(None)
                 await self._within(speaker, "deadlines.reply", "take the last receipts")
-                await self._say(call, transfer_pb2.DeliverRequest(close=close))
+                await say(call, transfer_pb2.DeliverRequest(close=close), self._peer)
                 await call.done_writing()
                 await self._within(reader, "deadlines.reply", "confirm the end")
             except grpc.RpcError as broken:
@@ -235,16 +236,7 @@ class Delivery:
 
     async def _speak(self, call: Any) -> None:
         while (message := await self._messages.get()) is not None:
-            await self._say(call, message)
-
-    async def _say(self, call: Any, message: transfer_pb2.DeliverRequest) -> None:
-        try:
-            # gRPC cancels a call whose write is cancelled.
-            await to_its_end(asyncio.ensure_future(call.write(message)))
-        except asyncio.InvalidStateError:
-            # The call is over already.
-            status = await call.code(), await call.details(), await call.trailing_metadata()
-            raise from_status(*status, self._peer) from None
+            await say(call, message, self._peer)
 
     async def _read(self, call: Any) -> str:
         """What the receiver says, until it ends the call. Returns how it ended."""

@@ -17,6 +17,7 @@ from kv_transfer.coverage import Coverage
 from kv_transfer.geometry import Box, Span
 from kv_transfer.landing import Unpacks, box_of, check_size, land
 from kv_transfer.sender import Sender
+from kv_transfer.streams import say
 from kv_transfer.wire import WireFormat
 
 _SLOTS = 2
@@ -98,7 +99,7 @@ async def _converse(
         slots=[transfer_pb2.LandingSlot(slot=slot, address=address) for slot, address in addresses.items()],
         slot_bytes=sender.arena.slot_bytes,
     )
-    await call.write(transfer_pb2.FetchRequest(open=opening))
+    await say(call, transfer_pb2.FetchRequest(open=opening), peer)
     coverage = Coverage(box)
     total = 0
     while True:
@@ -130,4 +131,5 @@ async def _converse(
             raise TransferFailed(f"{where}: {error}.") from error
         await land(sender.pool, receipt, landed, wire, destination, addresses[receipt.slot], where)
         total += receipt.num_bytes
-        await call.write(transfer_pb2.FetchRequest(ack=transfer_pb2.ReceiptAck(key=key, sequence=receipt.sequence)))
+        ack = transfer_pb2.ReceiptAck(key=key, sequence=receipt.sequence)
+        await say(call, transfer_pb2.FetchRequest(ack=ack), peer)

@@ -7,7 +7,12 @@ model and the whole prompt. A `PagedLayout` says where one rank keeps its share.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from headwater.cluster import Model
 from headwater.errors import GeometryMismatch
@@ -109,6 +114,10 @@ class CellSize:
         return CellSize(geometry.key_size * item, geometry.value_size * item)
 
 
+# Page i of a request; an array where it is used often.
+PageTable: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PagedLayout:
     """One rank's KV memory: for each layer all its keys, then all its values; inside, page after page; inside
@@ -138,19 +147,19 @@ class PagedLayout:
     def total_bytes(self) -> int:
         return self.layer_bytes * len(self.layers)
 
-    def runs(self, pages: Sequence[int], tokens: Span) -> list[tuple[int, int]]:
+    def runs(self, pages: PageTable, tokens: Span) -> list[tuple[int, int]]:
         """Maximal runs (first slot, count) that hold `tokens` in order; slot = page · page_size + offset."""
-        runs: list[tuple[int, int]] = []
-        token = tokens.start
-        while token < tokens.end:
-            page, offset = divmod(token, self.page_size)
-            count = min(self.page_size - offset, tokens.end - token)
-            slot = pages[page] * self.page_size + offset
-            if runs and sum(runs[-1]) == slot:
-                runs[-1] = (runs[-1][0], runs[-1][1] + count)
-            else:
-                runs.append((slot, count))
-            token += count
+        first, offset = divmod(tokens.start, self.page_size)
+        table = pages[first : (tokens.end - 1) // self.page_size + 1]
+        # Where the next page is not the neighbour.
+        breaks = (np.flatnonzero(np.diff(table) != 1) + 1).tolist() if len(table) > 1 else ()
+        runs = []
+        for start, end in itertools.pairwise([0, *breaks, len(table)]):
+            slot = int(table[start]) * self.page_size
+            count = (end - start) * self.page_size
+            runs.append((slot, count) if start else (slot + offset, count - offset))
+        # The last page may be held in part.
+        runs[-1] = (runs[-1][0], runs[-1][1] - (-tokens.end % self.page_size))
         return runs
 
 

@@ -11,14 +11,14 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol, runtime_checkable
 
 from headwater.errors import DeadlinePassed, HeadwaterError, StalePeer, TransferFailed
 from headwater.lifecycle import Event, Logger, get_logger
 from kv_transfer import memory, metrics
 from kv_transfer.coverage import Coverage
-from kv_transfer.geometry import Box, PagedLayout
+from kv_transfer.geometry import Box, PagedLayout, PageTable
 from kv_transfer.planner import plan
 from kv_transfer.session import ReceiverEvent, ReceiverState, receiver_session
 from kv_transfer.wire import WireFormat
@@ -47,7 +47,7 @@ class DirectDestination(Destination, Protocol):
         """The shape of it."""
 
     @property
-    def pages(self) -> Sequence[int]:
+    def pages(self) -> PageTable:
         """The request's page table."""
 
     @property
@@ -63,7 +63,7 @@ class PagedDestination:
     """Host memory in the form of a `PagedLayout`."""
 
     layout: PagedLayout
-    pages: Sequence[int]
+    pages: PageTable
     address: int
 
     def unpack(self, box: Box, address: int) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 from headwater.errors import TransferFailed
 from headwater.v1 import common_pb2, transfer_pb2
 from kv_transfer import memory
-from kv_transfer.geometry import Box, PagedLayout
+from kv_transfer.geometry import Box, PagedLayout, PageTable
 from kv_transfer.memory import HostBuffer
 from kv_transfer.planner import packed_bytes, plan
 from kv_transfer.wire import WireFormat
@@ -29,7 +29,7 @@ class Region:
     """Memory that writers wrote to page to page."""
 
     layout: PagedLayout
-    pages: list[int]
+    pages: PageTable
     address: int
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.geometry import Box, CellSize, PagedLayout, Span
+from kv_transfer.geometry import Box, CellSize, PagedLayout, PageTable, Span
 
 # A direct write costs a message of its own; over TCP shorter ones are slower than packing (about 60 µs each,
 # measured over loopback), and an RDMA adapter takes a few µs.
@@ -71,7 +71,7 @@ def packed_bytes(box: Box, cell: CellSize) -> int:
     return box.volume * cell.total
 
 
-def plan(layout: PagedLayout, pages: Sequence[int], box: Box) -> Plan:
+def plan(layout: PagedLayout, pages: PageTable, box: Box) -> Plan:
     """Copies between `layout`'s pool and the packed `box`, coalesced.
 
     Args:
@@ -104,14 +104,14 @@ def split(box: Box, cell: CellSize, max_bytes: int) -> list[Box]:
         raise ValueError(f"one token of one layer takes {token_bytes} bytes, more than a slot's {max_bytes}")
     tokens_at_once = min(len(box.tokens), max_bytes // token_bytes)
     layers_at_once = max_bytes // (tokens_at_once * token_bytes) if tokens_at_once == len(box.tokens) else 1
-    return [
-        Box(
-            Span(layer, min(layer + layers_at_once, box.layers.end)),
-            box.heads,
-            Span(token, min(token + tokens_at_once, box.tokens.end)),
-        )
-        for layer in range(box.layers.start, box.layers.end, layers_at_once)
+    spans = [
+        Span(token, min(token + tokens_at_once, box.tokens.end))
         for token in range(box.tokens.start, box.tokens.end, tokens_at_once)
+    ]
+    return [
+        Box(Span(layer, min(layer + layers_at_once, box.layers.end)), box.heads, tokens)
+        for layer in range(box.layers.start, box.layers.end, layers_at_once)
+        for tokens in spans
     ]
 
 
@@ -138,7 +138,7 @@ class Pieces:
 
 
 def pair(
-    source: PagedLayout, source_pages: Sequence[int], target: PagedLayout, target_pages: Sequence[int], box: Box
+    source: PagedLayout, source_pages: PageTable, target: PagedLayout, target_pages: PageTable, box: Box
 ) -> Pieces:
     """Which bytes of `source` go to which bytes of `target` for `box`, coalesced.
 
@@ -197,7 +197,7 @@ def _coalesced(source: npt.NDArray[np.int64], target: npt.NDArray[np.int64], len
     return Pieces(source[first], target[first], np.add.reduceat(length, first))
 
 
-def _check_held(layout: PagedLayout, pages: Sequence[int], box: Box) -> None:
+def _check_held(layout: PagedLayout, pages: PageTable, box: Box) -> None:
     if not (layout.layers.contains(box.layers) and layout.heads.contains(box.heads)):
         raise ValueError(f"{box} is not held by layers {layout.layers} and heads {layout.heads}")
     if box.tokens.end > len(pages) * layout.page_size:

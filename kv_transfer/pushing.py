@@ -19,12 +19,12 @@ from headwater.lifecycle import get_logger
 from headwater.v1 import common_pb2, transfer_pb2
 from kv_transfer import memory, metrics
 from kv_transfer.engine import WriteFailed, WriteState
-from kv_transfer.futures import to_its_end
 from kv_transfer.geometry import Box
 from kv_transfer.landing import Region
 from kv_transfer.memory import HostBuffer
 from kv_transfer.planner import Pieces, packed_bytes, pair, split
 from kv_transfer.slots import SlotArena
+from kv_transfer.streams import to_its_end
 from kv_transfer.wire import WireFormat
 from kv_transfer.writer import Entry, Job, Writer
 

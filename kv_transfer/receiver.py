@@ -31,12 +31,12 @@ from headwater.lifecycle import Event, get_logger
 from headwater.v1 import common_pb2, transfer_pb2, transfer_pb2_grpc
 from kv_transfer import metrics
 from kv_transfer.engine import TransferEngine
-from kv_transfer.futures import to_its_end
 from kv_transfer.geometry import Box, Span
 from kv_transfer.incoming import Attempt, Destination, DirectDestination, Incoming
 from kv_transfer.landing import Region, box_of, check_size, land, landing_slots
 from kv_transfer.pushing import Push, PushTarget
 from kv_transfer.slots import SlotArena
+from kv_transfer.streams import to_its_end
 from kv_transfer.wire import WireFormat, choose, exact
 from kv_transfer.writer import Writer
 
@@ -142,7 +142,7 @@ class Receiver:
         )
         if self._options.direct and isinstance(destination, DirectDestination) and not incoming.wire.converts:
             self._engine.register(destination.address, destination.layout.total_bytes)
-            self._regions[transfer_id] = Region(destination.layout, list(destination.pages), destination.address)
+            self._regions[transfer_id] = Region(destination.layout, destination.pages, destination.address)
         self._incoming[transfer_id] = incoming
         incoming.log.event(Event.GRANTED, num_tokens=num_tokens)
         return incoming
@@ -167,7 +167,7 @@ class Receiver:
                     address=region.address,
                     page_size=region.layout.page_size,
                     num_pages=region.layout.num_pages,
-                    pages=region.pages,
+                    pages=[int(page) for page in region.pages],
                 )
             )
         return common_pb2.Grant(

@@ -19,7 +19,7 @@ from headwater.lifecycle import get_logger
 from headwater.v1 import common_pb2
 from kv_transfer import memory
 from kv_transfer.delivery import Delivered, Delivery
-from kv_transfer.geometry import Box, PagedLayout, Span
+from kv_transfer.geometry import Box, PagedLayout, PageTable, Span
 from kv_transfer.planner import DIRECT_MIN_BYTES, own_part, plan
 from kv_transfer.slots import SlotArena
 from kv_transfer.writer import Writer
@@ -41,7 +41,7 @@ class Source(Protocol):
     def address(self) -> int | None:
         """Of the layout's first byte, where the engine may read it in place (registered, for RDMA); else None."""
 
-    def pack(self, pages: Sequence[int], box: Box, address: int) -> None:
+    def pack(self, pages: PageTable, box: Box, address: int) -> None:
         """Puts the packed `box` (form: `kv_transfer.planner`) at `address`. Called from worker threads."""
 
 
@@ -52,7 +52,7 @@ class PagedSource:
     layout: PagedLayout
     address: int
 
-    def pack(self, pages: Sequence[int], box: Box, address: int) -> None:
+    def pack(self, pages: PageTable, box: Box, address: int) -> None:
         memory.pack(plan(self.layout, pages, box).copies(), self.address, address)
 
 
@@ -145,9 +145,9 @@ class Sender:
         geometry: common_pb2.Geometry,
         rank: WriterRank,
         *,
-        chunk_tokens: int,
-        reply_seconds: float,
-        acknowledge_seconds: float,
+        chunk_tokens: int = 512,
+        reply_seconds: float = 5.0,
+        acknowledge_seconds: float = 60.0,
     ) -> None:
         self.writer = writer
         self.arena = arena

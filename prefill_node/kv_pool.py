@@ -15,7 +15,7 @@ from transformers import Cache
 
 from headwater.v1 import common_pb2
 from kv_transfer import memory
-from kv_transfer.geometry import Box, CellSize, PagedLayout, Span
+from kv_transfer.geometry import Box, CellSize, PagedLayout, PageTable, Span
 from kv_transfer.planner import packed_bytes, plan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -82,21 +82,21 @@ class KvPool:
         """See `kv_transfer.sender.Source`."""
         return self._memory.data_ptr() if self._memory.device.type == "cpu" else None
 
-    def pack(self, pages: Sequence[int], box: Box, address: int) -> None:
+    def pack(self, pages: PageTable, box: Box, address: int) -> None:
         """Puts the packed `box` at a host `address`; see `kv_transfer.sender.Source`."""
         if self.address is not None:
             memory.pack(plan(self.layout, pages, box).copies(), self.address, address)
         else:
             self.pack_by_tensors(pages, box, address)
 
-    def unpack(self, pages: Sequence[int], box: Box, address: int) -> None:
+    def unpack(self, pages: PageTable, box: Box, address: int) -> None:
         """The inverse of `pack`."""
         if self.address is not None:
             memory.unpack(plan(self.layout, pages, box).copies(), address, self.address)
         else:
             self.unpack_by_tensors(pages, box, address)
 
-    def pack_by_tensors(self, pages: Sequence[int], box: Box, address: int) -> None:
+    def pack_by_tensors(self, pages: PageTable, box: Box, address: int) -> None:
         """`pack` for memory that the processor cannot address: gathered on its device, then copied to the host."""
         runs = self.layout.runs(pages, box.tokens)
         heads = slice(box.heads.start - self.layout.heads.start, box.heads.end - self.layout.heads.start)
@@ -107,7 +107,7 @@ class KvPool:
         ]
         self._packed(box, address).copy_(torch.cat(parts))
 
-    def unpack_by_tensors(self, pages: Sequence[int], box: Box, address: int) -> None:
+    def unpack_by_tensors(self, pages: PageTable, box: Box, address: int) -> None:
         """The inverse of `pack_by_tensors`."""
         runs = self.layout.runs(pages, box.tokens)
         heads = slice(box.heads.start - self.layout.heads.start, box.heads.end - self.layout.heads.start)

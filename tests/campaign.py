@@ -2,18 +2,25 @@
 
 python -m tests.campaign answers    20 prompts of 1 to 6,000 tokens on PP∈{1,2,3}×TP∈{1,3} of SmolLM2-135M, and
                                     tiny Llama, Qwen2 and Qwen3 models on PP2·TP2, against single-process transformers
+python -m tests.campaign transfer   N random histories of transfers under faults (tests/kv_transfer/machine.py)
+python -m tests.campaign rdma       all of tests/rdma over Soft-RoCE, in a virtual machine
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
 from tests import answers, tiny_models
 from tests.harness import model_folder
+from tests.kv_transfer.machine import TransferMachine
 from tests.oracle import Oracle, prompts
 
 PAGE_SIZE, CHUNK_TOKENS = 64, 512
@@ -43,6 +50,32 @@ def run_answers(layouts: list[tuple[int, int]]) -> int:
     return wrong
 
 
+def run_transfer(runs: int) -> int:
+    """Returns 1 when a history went wrong; Hypothesis then prints the shortest one it found."""
+    started = time.monotonic()
+    hypothesis = settings(
+        max_examples=runs,
+        stateful_step_count=40,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    try:
+        run_state_machine_as_test(TransferMachine, settings=hypothesis)
+    except BaseException:
+        _say(f"FAILED after {time.monotonic() - started:.0f} s; so far: {dict(TransferMachine.happened)}")
+        raise
+    _say(f"{dict(TransferMachine.happened)} in {time.monotonic() - started:.0f} s")
+    _say(f"{TransferMachine.happened['runs']} runs, 0 wrong bytes, 0 leaks")
+    return 0
+
+
+def run_rdma() -> int:
+    """Returns the script's exit status."""
+    script = Path(__file__).parent / "rdma" / "run.sh"
+    return subprocess.run(["bash", str(script), "full"], check=False).returncode
+
+
 def _report(what: str, site: answers.Site, case: answers.Case) -> int:
     started = time.monotonic()
     wrong = site.wrong_answers(case)
@@ -58,9 +91,14 @@ def _say(line: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
-    parser.add_argument("campaign", choices=["answers"])
-    parser.add_argument("--layouts", help="for example 2x1,3x3 (PP x TP); default: all")
+    parser.add_argument("campaign", choices=["answers", "transfer", "rdma"])
+    parser.add_argument("--layouts", help="of answers: for example 2x1,3x3 (PP x TP); default: all")
+    parser.add_argument("--runs", type=int, default=10_000, help="of transfer")
     arguments = parser.parse_args()
+    if arguments.campaign == "transfer":
+        return run_transfer(arguments.runs)
+    if arguments.campaign == "rdma":
+        return run_rdma()
     layouts = answers.LAYOUTS
     if arguments.layouts:
         layouts = [(int(pp), int(tp)) for pp, tp in (part.split("x") for part in arguments.layouts.split(","))]

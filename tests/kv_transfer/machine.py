@@ -431,6 +431,7 @@ class TransferMachine(RuleBasedStateMachine):
 
         try:
             self.go(finish())
+            self.happened["runs"] += 1
         finally:
             for task in asyncio.all_tasks(self.loop):
                 task.cancel()

@@ -23,8 +23,9 @@ def test_transfers_under_random_faults() -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
-    # It gets somewhere.
-    assert min(TransferMachine.happened[what] for what in ("committed", "aborted", "taken over")) > 0
+    # It gets somewhere; what exactly happens differs with the machine's speed.
+    assert TransferMachine.happened["committed"] > 0
+    assert TransferMachine.happened["runs"] >= 60
 
 
 @pytest.mark.parametrize("target", TARGETS)

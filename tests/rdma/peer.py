@@ -36,6 +36,7 @@ FORK = multiprocessing.get_context("fork")
 
 _NUM_SLOTS = 16
 _STEP_SECONDS = 0.05
+_WRITE_SECONDS = 5.0
 # What is looked at: one byte in each page of memory.
 _PAGE_BYTES = 4096
 # That one scenario needs.
@@ -53,7 +54,6 @@ class Setup:
     # The decode side's pages; the prefill side's have another size.
     page_size: int = 32
     direct: bool = False
-    write_seconds: float = 5.0
 
 
 class Peer:
@@ -154,7 +154,7 @@ class _WatchedEngine(MooncakeEngine):
     """Remembers what memory held when its fence returned."""
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(RECEIVING.host, setup.transport, setup.write_seconds)
+        super().__init__(RECEIVING.host, setup.transport, _WRITE_SECONDS)
         self.watched: dict[int, HostBuffer] = {}
         self.snapshots: dict[int, npt.NDArray[np.uint8]] = {}
         self.fence_seconds: dict[int, float] = {}
@@ -183,7 +183,7 @@ class _Side:
         self._receiver = Receiver(
             self.engine,
             self._landing_arena,
-            Writer(self.engine, write_seconds=setup.write_seconds, max_bytes_in_flight=SLOT_BYTES),
+            Writer(self.engine, write_seconds=_WRITE_SECONDS, max_bytes_in_flight=SLOT_BYTES),
             epoch=_epoch(os.getpid()),
             address=self.server.address,
             geometry=geometry(setup.page_size),

@@ -165,7 +165,7 @@ clean_up() {
 main() {
     SUITE=${*:-smoke}
     case $SUITE in
-        smoke) LIMIT=${RDMA_LIMIT:-300} ;;
+        smoke) LIMIT=${RDMA_LIMIT:-480} ;;
         *) LIMIT=${RDMA_LIMIT:-1200} ;;
     esac
     trap 'cannot "setting up failed in line $LINENO of run.sh; messages are above."' ERR

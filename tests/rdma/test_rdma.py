@@ -11,7 +11,7 @@ CANNOT_BE_SET_UP = 2
 
 
 # The script bounds the time itself: downloads, then the virtual machine.
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_kv_crosses_soft_roce() -> None:
     script = Path(__file__).with_name("run.sh")
     done = subprocess.run(

@@ -87,7 +87,8 @@ async def receive(core: int) -> None:
             engine,
             arena,
             writer,
-            epoch=name,
+            # One process, whatever the mode.
+            epoch="benchmark",
             address=server.address,
             geometry=GEOMETRY,
             options=ReceiverOptions(slots_per_writer=4, **options),

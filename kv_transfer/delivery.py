@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -51,6 +51,7 @@ class Delivery:
     Args:
         part: layers and heads that this rank sends to this target; None: nothing but the first token.
         pages: the request's page table; must stay as it is until `run` has returned.
+        on_failure: called when the delivery fails by itself (not by `abort`).
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class Delivery:
         part: tuple[Span, Span] | None,
         pages: list[int],
         log: Logger,
+        on_failure: Callable[[HeadwaterError], None],
     ) -> None:
         self._sender = sender
+        self._on_failure = on_failure
         self._grant = grant
         self._target = target
         self._part = part
@@ -96,7 +99,7 @@ class Delivery:
         self._aborted.set()
 
     async def run(self) -> Delivered:
-        """From open to closed, and until nothing reads this rank's pages for it any more."""
+        """From open to closed, and until nothing reads this rank's pages for it any more, which may be later."""
         error: HeadwaterError | None
         try:
             async with open_channel(self._target.transfer_address) as channel:
@@ -112,32 +115,33 @@ class Delivery:
         else:
             self._session.on(SenderEvent.FAIL)
             self._log.event(Event.FAILED, error=str(error))
+            self._on_failure(error)
         metrics.TRANSFERS_SENT.labels(self._session.state.value).inc()
         push = self._push
         if push is None:
             return Delivered(0, 0, error, quiesced=True)
         quiesced = push.quiesced
-        if push.direct:
+        if push.reads_pages:
             # The engine reads this rank's pages themselves.
             await push.settled()
         return Delivered(push.num_bytes, push.num_receipts, error, quiesced)
 
     async def _converse(self, call: Any) -> HeadwaterError | None:
         """The delivery, from open to closed. Returns why it is incomplete, or None."""
-        source = self._direct_source()
+        direct = self._goes_directly()
         opening = transfer_pb2.OpenDelivery(
             key=self._key,
             token=self._target.token,
             writer_epoch=self._sender.epoch,
             writer_rank=self._sender.rank,
-            direct=source is not None,
+            direct=direct,
         )
         await say(call, transfer_pb2.DeliverRequest(open=opening), self._peer)
         # One reader for the whole call: gRPC cancels a call whose read is cancelled.
         reader = asyncio.ensure_future(self._read(call))
         speaker = asyncio.ensure_future(self._speak(call))
         try:
-            error = await self._pump_or_stop(reader, speaker, source)
+            error = await self._pump_or_stop(reader, speaker, direct=direct)
             close = transfer_pb2.CloseDelivery(
                 key=self._key,
                 complete=error is None,
@@ -162,10 +166,10 @@ class Delivery:
         return error
 
     async def _pump_or_stop(
-        self, reader: asyncio.Future[str], speaker: asyncio.Future[None], source: Region | None
+        self, reader: asyncio.Future[str], speaker: asyncio.Future[None], *, direct: bool
     ) -> HeadwaterError | None:
         """Pumps until all is delivered, or this side aborts, or the receiver ends the call. Returns why not all."""
-        pump = asyncio.ensure_future(self._pump(source))
+        pump = asyncio.ensure_future(self._pump(direct=direct))
         aborted = asyncio.ensure_future(self._aborted.wait())
         try:
             waits: set[asyncio.Future[Any]] = {pump, aborted, self._refused, reader, speaker}
@@ -193,11 +197,12 @@ class Delivery:
                 # A write under way is waited for, never abandoned.
                 await self._push.stop()
 
-    async def _pump(self, source: Region | None) -> None:
+    async def _pump(self, *, direct: bool) -> None:
         """Sends every span, then waits until all receipts are acknowledged."""
         sender = self._sender
         slots = await self._within(self._slots, "deadlines.acknowledge", "give landing slots")
-        direct = self._target.direct
+        region = self._target.direct
+        source = sender.source
         push = self._push = Push(
             sender.writer,
             sender.arena,
@@ -211,12 +216,12 @@ class Delivery:
                 slots=slots,
                 digests=self._grant.digests,
                 peer=self._peer,
-                direct=Region(self._target_layout(), list(direct.pages), direct.address) if source else None,
+                direct=Region(self._target_layout(), list(region.pages), region.address) if direct else None,
             ),
             self._wire,
             say=self._receipt,
             acknowledge_seconds=sender.acknowledge_seconds,
-            direct_source=source,
+            in_place=Region(source.layout, self._pages, source.address) if source.address is not None else None,
         )
         while (tokens := await self._spans.get()) is not None:
             if self._part is not None:
@@ -257,15 +262,13 @@ class Delivery:
                 return "closed"
         return await call.details() or "without a reason"
 
-    def _direct_source(self) -> Region | None:
-        """This rank's pages, when writing page to page is possible and pays."""
-        source, target = self._sender.source, self._target
-        address = source.address
-        if not target.HasField("direct") or address is None or self._part is None or self._wire.converts:
-            return None
-        if not self._sender.writes_directly(self._target_layout(), self._part):
-            return None
-        return Region(source.layout, self._pages, address)
+    def _goes_directly(self) -> bool:
+        """Whether writing page to page is possible and pays."""
+        if not self._target.HasField("direct") or self._part is None or self._wire.converts:
+            return False
+        return self._sender.source.address is not None and self._sender.writes_directly(
+            self._target_layout(), self._part
+        )
 
     def _target_layout(self) -> PagedLayout:
         target = self._target

@@ -47,12 +47,19 @@ class TransferEngine(Protocol):
         """
 
     def unregister(self, address: int) -> None:
-        """Ends what `register` allowed, for writes that begin later."""
+        """Ends what `register` allowed, for writes that begin later.
+
+        Raises:
+            TransferFailed: the engine refused; the memory must stay as it is.
+        """
 
     def fence(self, address: int) -> None:
         """`unregister`, and returns when no write, whenever it began, can land there any more. Blocks for a time
         that the engine bounds. Memory that a fenced writer knew must not be registered again at the same address:
         it may begin a write at any time.
+
+        Raises:
+            TransferFailed: as `unregister`; writes may still land.
         """
 
     def contact(self, session: str, epoch: str) -> None:

@@ -1,19 +1,23 @@
 """The Mooncake Transfer Engine. The only file that imports Mooncake.
 
 Facts this wrapper rests on (wheel 0.3.13.post1; measured here, or read in its source where that is said):
-- The wheel ignores its protocol argument: it uses RDMA when it finds a device, unless MC_FORCE_TCP is set
-  while initialising, and TCP otherwise. So the choice is made here, and refused when it cannot be had.
+- The wheel ignores its protocol argument: it uses RDMA when it finds a device that it can open, unless MC_FORCE_TCP
+  is set while initialising, and TCP otherwise, without saying so. A device may be listed and closed to this process (a
+  container without /dev/infiniband). So the choice is made here, what came of it is read from the files that the engine
+  has opened, and RDMA that was asked for and cannot be had is refused.
 - A write that reports failure may still land later, over TCP and RDMA alike.
 - Over TCP the receiver checks the destination once, when the write's header arrives. Unregistering the memory
   refuses later writes, and does not stop one that is being received: it lands to its end and reports success.
   What stops it is the end of its connection: when the receiving side shuts that down, nothing lands after it, and
-  the writer is told at once. Over RDMA unregistering is a complete fence.
+  the writer is told at once. Over RDMA unregistering is a complete fence (tests/rdma), and a process that is stopped
+  goes on being written to.
 - Over TCP this wheel keeps connections for later writes unless MC_TCP_ENABLE_CONNECTION_POOL=0, which is set here:
   with one connection for each write a late one can be cut without harm to others, at the same speed.
 - `transfer_submit_write` and `transfer_check_status` do not block, release the GIL, and report one write each;
   its source is read no more once the status is not 0 (source). The blocking calls spin on a core.
 - One mutex is held while a peer is contacted for the first time, and every other write waits for it (source).
-  `send_probe` takes no lock, so a peer is probed first and contacted only when it has just answered.
+  `send_probe` takes no lock, so a peer is probed first and contacted only when it has just answered. What is left: a
+  peer that stops between that answer and the first write to it holds up new writes to all peers, for 60 s at most.
 - What is known of a peer is cached by name for ever (source). A new process that got the port of an earlier
   one is reached through a second engine object, which knows nothing of the first.
 - It listens on all addresses, whatever host name it is given (MC_TCP_BIND_ADDRESS does not change that).
@@ -34,7 +38,7 @@ from typing import Any
 
 import psutil
 
-from headwater.errors import InvalidConfig, PeerUnavailable
+from headwater.errors import InvalidConfig, PeerUnavailable, TransferFailed
 from headwater.lifecycle import get_logger
 from kv_transfer.engine import WriteFailed, WriteState
 
@@ -75,6 +79,7 @@ class MooncakeEngine:
     """
 
     def __init__(self, host: str, transport: str, write_seconds: float) -> None:
+        self._wanted = transport
         self.transport = choose_transport(transport, active_rdma_devices())
         self._host = host
         self._write_seconds = write_seconds
@@ -82,6 +87,8 @@ class MooncakeEngine:
         self._registered: dict[int, int] = {}
         self._closing = threading.Event()
         self._epochs: dict[str, str] = {}
+        # Peers that could not be written to, and must answer before the next try.
+        self._doubtful: set[str] = set()
         self._handles = itertools.count(1)
         self._batches: dict[int, tuple[Any, int]] = {}
         before = _listening_ports()
@@ -107,14 +114,25 @@ class MooncakeEngine:
                 "mooncake-transfer-engine-non-cuda or mooncake-transfer-engine-cuda13."
             ) from error
         engine = TransferEngine()
+        os.environ.pop("MC_FORCE_TCP", None)
         if self.transport == "tcp":
             os.environ["MC_FORCE_TCP"] = "1"
+        devices = _open_rdma_files()
         try:
             status = engine.initialize(self._host, "P2PHANDSHAKE", self.transport, "")
         finally:
             os.environ.pop("MC_FORCE_TCP", None)
         if status != 0:
             raise InvalidConfig(f"Mooncake could not start on {self._host} over {self.transport} (status {status}).")
+        if self.transport == "rdma" and _open_rdma_files() == devices:
+            if self._wanted == "rdma":
+                raise InvalidConfig(
+                    'transport = "rdma", and Mooncake could not open the RDMA device, though it is listed as active. '
+                    "Give this process access to /dev/infiniband (in a container: --device=/dev/infiniband), or set "
+                    'transport = "tcp" or "auto".'
+                )
+            log.warning("the RDMA device cannot be opened; using TCP")
+            self.transport = "tcp"
         return engine
 
     def register(self, address: int, num_bytes: int) -> None:
@@ -132,8 +150,10 @@ class MooncakeEngine:
             if self._registered.pop(address, None) is None:
                 return
             engines = [self._engine, *self._initiators.values()]
-        for engine in engines:
-            engine.unregister_memory(address)
+        # All of them, even when one fails.
+        statuses = [engine.unregister_memory(address) for engine in engines]
+        if any(statuses):
+            raise TransferFailed(f"Mooncake could not unregister memory (status {max(statuses, key=abs)}).")
 
     def fence(self, address: int) -> None:
         self.unregister(address)
@@ -172,7 +192,7 @@ class MooncakeEngine:
 
     def contact(self, session: str, epoch: str) -> None:
         known = self._epochs.get(session)
-        if known == epoch:
+        if known == epoch and session not in self._doubtful:
             return
         status = self._engine.send_probe(session)
         if status != 0:
@@ -180,7 +200,8 @@ class MooncakeEngine:
                 f"transfer engine {session} does not answer (status {status}). Is the process alive, and does the "
                 "network let its ports through?"
             )
-        if known is not None:
+        self._doubtful.discard(session)
+        if known not in (None, epoch):
             log.info("a new process has the name of an earlier one", peer=session, epoch=epoch)
             fresh = self._start()
             with self._lock:
@@ -193,6 +214,7 @@ class MooncakeEngine:
         engine = self._initiators.get(session, self._engine)
         batch = engine.transfer_submit_write(session, source, destination, num_bytes)
         if batch == 0:
+            self._doubtful.add(session)
             raise WriteFailed(
                 f"Mooncake could not write {num_bytes} bytes to {session} over {self.transport}. "
                 "Is the decode node alive, and does the network let its ports through?"
@@ -219,6 +241,16 @@ class MooncakeEngine:
         self._closing.set()
         for address in list(self._registered):
             self.unregister(address)
+
+
+def _open_rdma_files() -> int:
+    """How many files of RDMA devices this process has open."""
+    count = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        # One that is closed meanwhile, such as that of the listing itself, is none.
+        with contextlib.suppress(OSError):
+            count += str(entry.readlink()).startswith("/dev/infiniband/")
+    return count
 
 
 def _listening_ports() -> set[int]:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any
 
+import numpy as np
+
 from headwater.errors import DeadlinePassed, HeadwaterError, StalePeer, TransferFailed
 from headwater.lifecycle import get_logger
 from headwater.v1 import common_pb2, transfer_pb2
@@ -22,7 +24,7 @@ from kv_transfer.engine import WriteFailed, WriteState
 from kv_transfer.geometry import Box
 from kv_transfer.landing import Region
 from kv_transfer.memory import HostBuffer
-from kv_transfer.planner import Pieces, packed_bytes, pair, split
+from kv_transfer.planner import DIRECT_MIN_BYTES, Pieces, packed_bytes, pair, plan, split
 from kv_transfer.slots import SlotArena
 from kv_transfer.streams import to_its_end
 from kv_transfer.wire import WireFormat
@@ -32,6 +34,8 @@ log = get_logger(__name__)
 
 # Boxes of a direct delivery that may be under way at a time.
 _DIRECT_BOXES = 4
+# By how much a lane may be late in saying that a write is late.
+_LANE_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Push:
         pool: threads for packing.
         pack: puts a packed box of the local element type at an address; called from the pool.
         say: takes each receipt, in order of its sequence.
-        direct_source: this side's pages, when the target is direct.
+        in_place: this side's pages, where the engine may read them; None: boxes are always packed.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class Push:
         *,
         say: Callable[[transfer_pb2.Receipt], None],
         acknowledge_seconds: float,
-        direct_source: Region | None = None,
+        in_place: Region | None = None,
     ) -> None:
         self.num_bytes = 0
         self.num_receipts = 0
@@ -90,7 +94,8 @@ class Push:
         self._wire = wire
         self._say = say
         self._acknowledge_seconds = acknowledge_seconds
-        self._direct_source = direct_source
+        self._in_place = in_place if not wire.converts else None
+        self.reads_pages = False
         places = range(_DIRECT_BOXES) if self.direct else target.slots
         self._num_places = len(places)
         self._places: asyncio.Queue[int] = asyncio.Queue()
@@ -184,6 +189,11 @@ class Push:
         )
 
     async def _write_staged(self, box: Box, slot: int) -> None:
+        """Into a landing slot: straight from the pages where they make long pieces, else packed first."""
+        pieces = self._pieces(box)
+        if pieces is not None:
+            await self._write_in_place(box, slot, pieces, self._target.slots[slot], slot=slot)
+            return
         owner = object()
         (segment,) = await self._arena.acquire(owner, 1, self._acknowledge_seconds)
         at = self._arena.address(segment)
@@ -198,12 +208,19 @@ class Push:
         self._receipt(box, slot, digest, slot=slot)
 
     async def _write_direct(self, box: Box, place: int) -> None:
-        source, target = self._direct_source, self._target.direct
+        source, target = self._in_place, self._target.direct
         assert source is not None
         assert target is not None
         pieces = pair(source.layout, source.pages, target.layout, target.pages, box)
+        await self._write_in_place(box, place, pieces, target.address, slot=None)
+
+    async def _write_in_place(self, box: Box, place: int, pieces: Pieces, target: int, slot: int | None) -> None:
+        """Pieces of this side's pages to `target` and the offsets from there that they name."""
+        assert self._in_place is not None
+        source = self._in_place.address
+        self.reads_pages = True
         entries = [
-            Entry(source.address + here, target.address + there, length)
+            Entry(source + here, target + there, length)
             for here, there, length in zip(
                 pieces.source.tolist(), pieces.target.tolist(), pieces.length.tolist(), strict=True
             )
@@ -212,11 +229,26 @@ class Push:
         digest = b""
         try:
             if self._target.digests:
-                digest = await self._in_pool(lambda: _digest(source.address, pieces))
+                digest = await self._in_pool(lambda: _digest(source, pieces))
             await self._done(job, box)
         finally:
             self._release_when_settled(None, job)
-        self._receipt(box, place, digest, slot=None)
+        self._receipt(box, place, digest, slot=slot)
+
+    def _pieces(self, box: Box) -> Pieces | None:
+        """Pieces of the pages that make the packed box, when they are long enough to be written one by one."""
+        if self._in_place is None:
+            return None
+        copies = list(plan(self._in_place.layout, self._in_place.pages, box).copies())
+        shortest = min(copy.length for copy in copies)
+        if shortest < DIRECT_MIN_BYTES[self._writer.engine.transport]:
+            return None
+        return Pieces(
+            *(
+                np.array(offsets, dtype=np.int64)
+                for offsets in zip(*((c.paged, c.packed, c.length) for c in copies), strict=True)
+            )
+        )
 
     def _pack_and_digest(self, box: Box, at: int) -> bytes:
         started = time.perf_counter()
@@ -243,7 +275,16 @@ class Push:
 
     async def _done(self, job: Job, box: Box) -> None:
         """Waits until all of a job has arrived."""
-        written = await asyncio.wrap_future(job.result)
+        result = asyncio.wrap_future(job.result)
+        # The lane reports by the deadline, unless it is still waiting for the peer's first answer.
+        await asyncio.wait({result}, timeout=self._writer.write_seconds + _LANE_SECONDS)
+        if not result.done():
+            job.cancel()
+            raise DeadlinePassed(
+                f"{self._target.peer}: its transfer engine did not answer within {self._writer.write_seconds:g} s "
+                "(deadlines.write)."
+            )
+        written = result.result()
         if not written.done:
             late = written.states.count(WriteState.PENDING)
             failed = len(written.states) - late - written.states.count(WriteState.DONE)

@@ -464,10 +464,11 @@ class Receiver:
             self._engine.unregister(region.address)
 
     async def _retire(self, region: Region | None, destination: Destination) -> None:
+        assert isinstance(destination, DirectDestination)
+        # Before anything else can fail: nobody is ever given these addresses again.
+        destination.retire()
         if region is not None:
             await asyncio.to_thread(self._engine.fence, region.address)
-        assert isinstance(destination, DirectDestination)
-        destination.retire()
 
     async def _reap(self) -> None:
         while True:

@@ -76,13 +76,25 @@ class WriterRank:
 class Outgoing:
     """One rank's share of one transfer. All methods belong to the sender's event loop."""
 
-    def __init__(self, deliveries: list[Delivery], on_failure: Callable[[HeadwaterError], None]) -> None:
-        self._deliveries = deliveries
+    def __init__(self, on_failure: Callable[[HeadwaterError], None]) -> None:
+        self._deliveries: list[Delivery] = []
         self._on_failure = on_failure
-        self._failed = False
-        self._aborted = False
+        self._over = False
         self._closing = asyncio.Event()
-        self._tasks = [asyncio.ensure_future(self._run(delivery)) for delivery in deliveries]
+        self._tasks: list[asyncio.Future[Delivered]] = []
+
+    def begin(self, delivery: Delivery) -> None:
+        """Adds the share of one decode rank."""
+        self._deliveries.append(delivery)
+        self._tasks.append(asyncio.ensure_future(delivery.run()))
+
+    def failed(self, error: HeadwaterError) -> None:
+        """One decode rank without its share makes the others' useless."""
+        if not self._over:
+            self._over = True
+            self._on_failure(error)
+            for delivery in self._deliveries:
+                delivery.abort()
 
     def send(self, tokens: Span) -> None:
         """The KV of `tokens` is in the pages."""
@@ -97,7 +109,7 @@ class Outgoing:
 
     def abort(self) -> None:
         """Drops what has not been written."""
-        self._aborted = True
+        self._over = True
         for delivery in self._deliveries:
             delivery.abort()
         self._closing.set()
@@ -112,16 +124,6 @@ class Outgoing:
             next((result.error for result in results if result.error is not None), None),
             all(result.quiesced for result in results),
         )
-
-    async def _run(self, delivery: Delivery) -> Delivered:
-        result = await delivery.run()
-        if result.error is not None and not self._failed and not self._aborted:
-            self._failed = True
-            self._on_failure(result.error)
-            # One decode rank without its share makes the others' useless.
-            for other in self._deliveries:
-                other.abort()
-        return result
 
 
 class Sender:
@@ -175,12 +177,12 @@ class Sender:
             on_failure: called once, on the event loop, when the transfer fails by itself (not by `abort`).
         """
         bound = log.bind(request=request_id, transfer=grant.transfer_id, attempt=grant.attempt)
-        deliveries = []
+        outgoing = Outgoing(on_failure)
         for target in grant.targets:
             part = self._part(target)
             if part is not None or self._rank.samples:
-                deliveries.append(Delivery(self, grant, target, part, list(pages), bound))
-        return Outgoing(deliveries, on_failure)
+                outgoing.begin(Delivery(self, grant, target, part, list(pages), bound, outgoing.failed))
+        return outgoing
 
     def replace(self, owner: Hashable) -> None:
         """A peer may still write to the owner's segments: fences them and gives them new memory, in the background."""

@@ -15,9 +15,12 @@ import asyncio
 import collections
 from collections.abc import Hashable, Iterable
 
-from headwater.errors import CapacityError, DeadlinePassed
+from headwater.errors import CapacityError, DeadlinePassed, TransferFailed
+from headwater.lifecycle import get_logger
 from kv_transfer.engine import TransferEngine
 from kv_transfer.memory import HostBuffer
+
+log = get_logger(__name__)
 
 
 class SlotArena:
@@ -98,7 +101,11 @@ class SlotArena:
         """Fences quarantined slots, gives them new memory and frees them."""
         for slot in sorted(slots):
             old = self._buffers[slot]
-            await asyncio.to_thread(self._engine.fence, old.address)
+            try:
+                await asyncio.to_thread(self._engine.fence, old.address)
+            except TransferFailed:
+                log.exception("a slot cannot be fenced and stays in quarantine", slot=slot)
+                continue
             old.give_back_memory()
             old.retire()
             self.retired += 1

@@ -216,6 +216,10 @@ class _Lane:
             job, index = self._rest.popleft()
             entry = job.entries[index]
             began = True
+            if time.monotonic() - job.started_at > self._writer.write_seconds:
+                # Whatever held up the others would hold up this one too.
+                self._ended(job, index, WriteState.REFUSED)
+                continue
             try:
                 handle = self._engine.submit(job.session, entry.source, entry.destination, entry.num_bytes)
             except WriteFailed as error:

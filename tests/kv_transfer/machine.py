@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from headwater.errors import DuplicateTransfer, HeadwaterError
 from headwater.v1 import common_pb2
@@ -40,6 +40,7 @@ OPTIONS = ReceiverOptions(
 SOURCES = [Shape(2, 1, PAGE), Shape(1, 2, PAGE), Shape(2, 8, PAGE, boundaries=(0, 1, 5))]
 TARGETS = [Shape(1, 1, 7), Shape(2, 2, 3), Shape(1, 8, 4)]
 PICK = st.integers(0, 5)
+SIZES = st.sampled_from([1, 3, 4, 5, 11, 17, 24])
 # A rule that would otherwise end everything before it begins.
 RARELY = st.integers(0, 4).map(lambda number: number == 4)
 FAULTS = {
@@ -120,6 +121,19 @@ class TransferMachine(RuleBasedStateMachine):
 
     # What a rule draws never depends on how far the transfers are, which no seed decides; what it does may.
 
+    @initialize(
+        prefill=st.sampled_from(SOURCES),
+        decode=st.sampled_from(TARGETS),
+        name=st.sampled_from(sorted(FAULTS)),
+        seed=st.integers(0, 1000),
+        num_tokens=SIZES,
+    )
+    def there_is_something_to_do(self, prefill: Shape, decode: Shape, name: str, seed: int, num_tokens: int) -> None:
+        self.weather(name, seed)
+        self.prefill_starts(prefill)
+        self.decode_starts(decode)
+        self.submit(0, num_tokens)
+
     # --- groups come and go
 
     @rule(shape=st.sampled_from(SOURCES))
@@ -188,7 +202,7 @@ class TransferMachine(RuleBasedStateMachine):
         run = one_of(candidates, pick)
         assert run.current is not None
         if run.current.done == 0:
-            self.go(self.send(run, run.transfer.num_tokens // 2))
+            self.go(self.send(run, max(1, run.transfer.num_tokens // 2)))
         for _ in range(20):
             if min(incoming.coverage.prefix() for incoming in run.transfer.incoming) or run.over:
                 break
@@ -199,7 +213,7 @@ class TransferMachine(RuleBasedStateMachine):
 
     # --- transfers
 
-    @rule(pick=PICK, num_tokens=st.sampled_from([1, 3, 4, 5, 11, 17, 24]))
+    @rule(pick=PICK, num_tokens=SIZES)
     def submit(self, pick: int, num_tokens: int) -> None:
         if not self.prefill or not self.decode or len(self.runs) == 3:
             return

@@ -12,9 +12,9 @@ from tests.rdma.say import say
 from tests.rdma.scenarios import perform
 
 SMOKE = ("transports", "staged", "fence", "late_write")
-# Beside these there is `unusable_device`, which fails until MooncakeEngine looks at what it really got.
 FULL = (
     *SMOKE,
+    "unusable_device",
     "direct",
     "failing_entry",
     "receiver_killed",

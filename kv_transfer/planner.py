@@ -24,6 +24,9 @@ from kv_transfer.geometry import Box, CellSize, PagedLayout, PageTable, Span
 # A direct write costs a message of its own; over TCP shorter ones are slower than packing (about 60 µs each,
 # measured over loopback), and an RDMA adapter takes a few µs.
 DIRECT_MIN_BYTES = {"tcp": 256 * 1024, "rdma": 16 * 1024, "memory": 1}
+# The same of writing the pieces of a packed box from their pages, instead of packing them. Over TCP 1 MiB pieces
+# gained a fifth of throughput (benchmarks/transfer.py). In memory: some boxes one way, some the other.
+IN_PLACE_MIN_BYTES = DIRECT_MIN_BYTES | {"memory": 192}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from kv_transfer.engine import WriteFailed, WriteState
 from kv_transfer.geometry import Box
 from kv_transfer.landing import Region
 from kv_transfer.memory import HostBuffer
-from kv_transfer.planner import DIRECT_MIN_BYTES, Pieces, packed_bytes, pair, plan, split
+from kv_transfer.planner import IN_PLACE_MIN_BYTES, Pieces, packed_bytes, pair, plan, split
 from kv_transfer.slots import SlotArena
 from kv_transfer.streams import to_its_end
 from kv_transfer.wire import WireFormat
@@ -241,7 +241,7 @@ class Push:
             return None
         copies = list(plan(self._in_place.layout, self._in_place.pages, box).copies())
         shortest = min(copy.length for copy in copies)
-        if shortest < DIRECT_MIN_BYTES[self._writer.engine.transport]:
+        if shortest < IN_PLACE_MIN_BYTES[self._writer.engine.transport]:
             return None
         return Pieces(
             *(

@@ -40,6 +40,7 @@ import psutil
 
 from headwater.errors import InvalidConfig, PeerUnavailable, TransferFailed
 from headwater.lifecycle import get_logger
+from kv_transfer import metrics
 from kv_transfer.engine import WriteFailed, WriteState
 
 log = get_logger(__name__)
@@ -97,6 +98,7 @@ class MooncakeEngine:
         self._ports = _listening_ports() - before
         self._initiators: dict[str, Any] = {}
         self.session = f"{host}:{self._engine.get_rpc_port()}"
+        metrics.TRANSPORT.info({"transport": self.transport})
 
     def _start(self) -> Any:
         # Mooncake has no other way to be told. Quiet by default; MC_LOG_LEVEL of the environment wins.

@@ -17,6 +17,7 @@ from collections.abc import Hashable, Iterable
 
 from headwater.errors import CapacityError, DeadlinePassed, TransferFailed
 from headwater.lifecycle import get_logger
+from kv_transfer import metrics
 from kv_transfer.engine import TransferEngine
 from kv_transfer.memory import HostBuffer
 
@@ -109,6 +110,7 @@ class SlotArena:
             old.give_back_memory()
             old.retire()
             self.retired += 1
+            metrics.SLOTS_FENCED.inc()
             self._buffers[slot] = self._registered()
             self._quarantined.remove(slot)
             self._free.append(slot)

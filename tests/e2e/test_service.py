@@ -69,6 +69,7 @@ def prompt() -> list[int]:
 
 
 def test_the_first_receipt_is_there_long_before_the_last_chunk_starts(service: Service, prompt: list[int]) -> None:
+    """S02 as well: no KV leaves a rank before the step that fills it has ended there."""
     answer = asyncio.run(ask(service.router, prompt, 2))
     transfer, request = answer.accepted.transfer_id, answer.accepted.request_id
     receipts = events(service.logs / "d0.log", event="receipt", transfer=transfer)

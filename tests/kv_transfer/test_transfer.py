@@ -18,6 +18,7 @@ from kv_transfer.memory_engine import Faults
 from kv_transfer.receiver import ReceiverOptions
 from kv_transfer.sender import Outgoing
 from kv_transfer.session import ReceiverState
+from kv_transfer.wire import choose
 from tests.kv_transfer.world import (
     HEADS,
     KEY,
@@ -28,6 +29,7 @@ from tests.kv_transfer.world import (
     Transfer,
     World,
     assert_landed,
+    truth,
     until,
     world,
 )
@@ -437,6 +439,48 @@ def test_the_kv_goes_to_another_decode_group_from_pages_still_held() -> None:
             for one in outgoing:
                 assert (await one.ended()).error is None
             await other.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16"), ("bfloat16", "float16")],
+)
+def test_element_types_that_differ_are_converted_on_the_way(source: str, target: str) -> None:
+    """S26."""
+
+    async def run() -> None:
+        async with world(source=Shape(2, 2, dtype=source), target=Shape(2, 2, dtype=target)) as made:
+            transfer, outgoing = start(made)
+            assert transfer.grant.wire_dtype == choose(source, target)
+            send_all(outgoing, chunks())
+            for incoming in transfer.incoming:
+                await incoming.committed()
+            assert_landed(transfer, source)
+            for one in outgoing:
+                await one.ended()
+
+    asyncio.run(run())
+
+
+def test_float8_on_the_wire_takes_a_quarter_of_float32_and_keeps_its_bound() -> None:
+    async def run() -> None:
+        async with world(options=ReceiverOptions(wire_dtype="float8_e4m3fn", resume_seconds=30)) as made:
+            transfer, outgoing = start(made)
+            send_all(outgoing, chunks())
+            delivery = await transfer.incoming[0].committed()
+            elements = NUM_TOKENS * LAYERS * HEADS * (KEY + VALUE)
+            # And a scale for every layer, part and head of each box.
+            assert elements < delivery.num_bytes < elements * 1.5
+            for right, got in zip(truth("t1", NUM_TOKENS), transfer.kv[0].content(NUM_TOKENS), strict=True):
+                assert (np.abs(got - right) <= np.maximum(np.abs(right) / 16, np.abs(right).max() / 448 / 1024)).all()
+            for one in outgoing:
+                await one.ended()
+            # It could not be given back as it was, so another attempt would begin at the beginning.
+            again = made.decode.expect("t2", NUM_TOKENS)
+            assert (await made.decode.regrant(again, 2)).verified_tokens == 0
+            await abort_all(again)
 
     asyncio.run(run())
 

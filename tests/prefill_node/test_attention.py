@@ -94,3 +94,11 @@ def test_packing_by_tensors_gives_the_bytes_of_the_copy_planner() -> None:
         pool.pack_by_tensors(pages, box, by_tensors.data_ptr())
         assert torch.equal(by_copies, by_tensors)
         assert by_copies.any()
+        # And back, as KV that is fetched from a decode node.
+        others = [KvPool(geometry, Span(2, 5), Span(1, 4), 6, torch.device("cpu")) for _ in range(2)]
+        others[0].unpack(pages, box, by_copies.data_ptr())
+        others[1].unpack_by_tensors(pages, box, by_copies.data_ptr())
+        for other in others:
+            again = torch.zeros_like(by_copies)
+            other.pack(pages, box, again.data_ptr())
+            assert torch.equal(again, by_copies)

@@ -106,7 +106,7 @@ def _decode_problems(cluster: Cluster, node: Decode, folder: ModelFolder | None)
     if node.slots_per_writer > node.num_slots:
         yield f"slots_per_writer = {node.slots_per_writer} is more than num_slots = {node.num_slots}."
     if folder is not None:
-        cell = CellSize.of(_geometry(cluster, folder)).total
+        cell = CellSize.of(_geometry(cluster, folder, node.dtype)).total
         if cell > node.slot_kb * 1024:
             yield f"slot_kb = {node.slot_kb} cannot hold one head of one token ({cell} bytes)."
 
@@ -149,8 +149,8 @@ def _taken(address: str) -> list[str]:
     return []
 
 
-def _geometry(cluster: Cluster, folder: ModelFolder) -> common_pb2.Geometry:
-    return geometry_of(folder, cluster.model, page_size=1)
+def _geometry(cluster: Cluster, folder: ModelFolder, dtype: str | None) -> common_pb2.Geometry:
+    return geometry_of(folder, cluster.model, page_size=1, dtype=dtype)
 
 
 def _prefill_row(cluster: Cluster, group: Prefill, folder: ModelFolder | None) -> Row:
@@ -163,7 +163,7 @@ def _prefill_row(cluster: Cluster, group: Prefill, folder: ModelFolder | None) -
         layers = max((end - start for start, end in itertools.pairwise(boundaries)), default=0)
         # MLA has one latent head, and every rank holds it.
         heads = -(-folder.num_kv_heads // group.tp)
-        kv_bytes = group.pool_tokens * layers * heads * CellSize.of(_geometry(cluster, folder)).total
+        kv_bytes = group.pool_tokens * layers * heads * CellSize.of(_geometry(cluster, folder, group.dtype)).total
         if boundaries:
             layout += f", layers {' '.join(map(str, boundaries))}"
     here = is_local(host_of(group.address))
@@ -173,7 +173,7 @@ def _prefill_row(cluster: Cluster, group: Prefill, folder: ModelFolder | None) -
 def _decode_row(cluster: Cluster, node: Decode, folder: ModelFolder | None) -> Row:
     kv_bytes = 0
     if folder is not None:
-        cell = CellSize.of(_geometry(cluster, folder)).total
+        cell = CellSize.of(_geometry(cluster, folder, node.dtype)).total
         kv_bytes = node.capacity_tokens * folder.num_layers * folder.num_kv_heads * cell
     here = is_local(host_of(node.address))
     return Row(node.name, "decode", node.address, here, "transformers", node.capacity_tokens, kv_bytes)

@@ -203,6 +203,7 @@ class Delivery:
         slots = await self._within(self._slots, "deadlines.acknowledge", "give landing slots")
         region = self._target.direct
         source = sender.source
+        there = np.array(region.pages, dtype=np.int64)
         push = self._push = Push(
             sender.writer,
             sender.arena,
@@ -216,14 +217,15 @@ class Delivery:
                 slots=slots,
                 digests=self._grant.digests,
                 peer=self._peer,
-                direct=Region(self._target_layout(), list(region.pages), region.address) if direct else None,
+                direct=Region(self._target_layout(), there, region.address) if direct else None,
             ),
             self._wire,
             say=self._receipt,
             acknowledge_seconds=sender.acknowledge_seconds,
             in_place=Region(source.layout, self._pages, source.address) if source.address is not None else None,
         )
-        while (tokens := await self._spans.get()) is not None:
+        # A write that fails is told at once, not with the next chunk.
+        while (tokens := await push.unless_failed(self._spans.get())) is not None:
             if self._part is not None:
                 await push.push(Box(*self._part, tokens))
         self._session.on(SenderEvent.CLOSE)

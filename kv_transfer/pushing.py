@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from kv_transfer.wire import WireFormat
 from kv_transfer.writer import Entry, Job, Writer
 
 log = get_logger(__name__)
+
+T = TypeVar("T")
 
 # Boxes of a direct delivery that may be under way at a time.
 _DIRECT_BOXES = 4
@@ -171,22 +173,34 @@ class Push:
         """Waits until the engine reads none of this side's memory any more."""
         await asyncio.gather(*(asyncio.wrap_future(job.settled) for job in self._jobs))
 
-    async def _place(self) -> int:
-        """A slot that may be written to, unless something has failed."""
-        getting = asyncio.ensure_future(self._places.get())
-        waits: set[asyncio.Future[Any]] = {getting, self._failed}
+    async def unless_failed(self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
+        """Awaits `work`, which may be cancelled, unless something of this stream fails first.
+
+        Raises:
+            WriteFailed, PeerUnavailable, DeadlinePassed: what has failed.
+            TimeoutError: after `seconds`.
+        """
+        working = asyncio.ensure_future(work)
+        waits: set[asyncio.Future[Any]] = {working, self._failed}
         try:
-            await asyncio.wait(waits, timeout=self._acknowledge_seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
                 self._failed.result()
-            if getting.done():
-                return getting.result()
+            if working.done():
+                return working.result()
+            raise TimeoutError
         finally:
-            getting.cancel()
-        raise DeadlinePassed(
-            f"{self._target.peer} did not free a landing slot within {self._acknowledge_seconds:g} s "
-            "(deadlines.acknowledge)."
-        )
+            working.cancel()
+
+    async def _place(self) -> int:
+        """A slot that may be written to."""
+        try:
+            return await self.unless_failed(self._places.get(), self._acknowledge_seconds)
+        except TimeoutError:
+            raise DeadlinePassed(
+                f"{self._target.peer} did not free a landing slot within {self._acknowledge_seconds:g} s "
+                "(deadlines.acknowledge)."
+            ) from None
 
     async def _write_staged(self, box: Box, slot: int) -> None:
         """Into a landing slot: straight from the pages where they make long pieces, else packed first."""

@@ -149,6 +149,21 @@ def test_a_failed_write_fails_the_transfer_and_its_slots_get_new_memory(faults: 
     asyncio.run(run())
 
 
+def test_a_write_that_fails_is_told_at_once_and_not_with_the_next_chunk() -> None:
+    async def run() -> None:
+        async with world(Faults(seed=2, fail=1)) as made:
+            transfer, outgoing = start(made)
+            outgoing[0].send(chunks()[0])
+            # Nothing more is computed meanwhile.
+            with pytest.raises(TransferFailed, match="rank 0 ended it: .* failed"):
+                await asyncio.wait_for(transfer.incoming[0].committed(), 30)
+            for one in outgoing:
+                one.abort()
+                await one.ended()
+
+    asyncio.run(run())
+
+
 def test_a_write_that_hangs_is_given_up_by_its_deadline_and_what_it_reads_waits_for_it() -> None:
     """S08: neither a segment nor a page goes to somebody else while the engine may read it."""
 

@@ -28,6 +28,10 @@ class HostBuffer:
         self._export = (ctypes.c_char * num_bytes).from_buffer(self._map)
         self.address = ctypes.addressof(self._export)
 
+    def view(self) -> memoryview:
+        """All of it, writable; keeps it alive."""
+        return memoryview(self._map)
+
     def give_back_memory(self) -> None:
         """Returns the memory to the system, zeroed, and keeps the addresses."""
         self._map.madvise(mmap.MADV_DONTNEED)

@@ -24,6 +24,10 @@ class Case:
     prompts: list[list[int]]
     expected: list[list[int]]
 
+    def part(self, first: int, step: int) -> Case:
+        """Every `step`-th prompt."""
+        return Case(self.prompts[first::step], self.expected[first::step])
+
     @staticmethod
     def of(oracle: Oracle, prompts: list[list[int]]) -> Case:
         return Case(prompts, [oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts])

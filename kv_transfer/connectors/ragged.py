@@ -16,7 +16,6 @@ import torch
 from transformers import AttentionInterface, Cache
 
 from headwater.v1 import common_pb2
-from kv_transfer import memory
 from kv_transfer.geometry import Box, CellSize, PagedLayout, Span
 from kv_transfer.incoming import PagedDestination
 from kv_transfer.memory import HostBuffer
@@ -41,7 +40,8 @@ class RequestKv:
         self._buffer = HostBuffer(self.layout.total_bytes)
         self.address = self._buffer.address
         self._paged = PagedDestination(self.layout, self.pages, self.address)
-        flat = torch.frombuffer(memory.view(self.address, self.layout.total_bytes), dtype=DTYPES[geometry.dtype])
+        # The tensors keep the memory alive, whoever holds them.
+        flat = torch.frombuffer(self._buffer.view(), dtype=DTYPES[geometry.dtype])
         shapes = [(capacity, len(heads), geometry.key_size), (capacity, len(heads), geometry.value_size)]
         views = flat.split([torch.Size(shape).numel() for shape in shapes] * geometry.num_layers)
         self.keys_CHK = [view.view(shapes[0]) for view in views[::2]]

@@ -290,14 +290,14 @@ class Push:
     async def _done(self, job: Job, box: Box) -> None:
         """Waits until all of a job has arrived."""
         result = asyncio.wrap_future(job.result)
-        # The lane reports by the deadline, unless it is still waiting for the peer's first answer.
+        # The lane reports by the deadline, unless it is held up itself: by the peer's first answer, or by the engine.
         await asyncio.wait({result}, timeout=self._writer.write_seconds + _LANE_SECONDS)
         if not result.done():
             job.cancel()
-            raise DeadlinePassed(
-                f"{self._target.peer}: its transfer engine did not answer within {self._writer.write_seconds:g} s "
-                "(deadlines.write)."
-            )
+            seconds = f"{self._writer.write_seconds:g} s (deadlines.write)"
+            if job.result.cancelled():
+                raise DeadlinePassed(f"{self._target.peer}: its transfer engine did not answer within {seconds}.")
+            raise WriteFailed(f"a write of {box} to {self._target.peer} was not done within {seconds}.")
         written = result.result()
         if not written.done:
             late = written.states.count(WriteState.PENDING)

@@ -24,6 +24,7 @@ from tests.kv_transfer.world import (
     KEY,
     LAYERS,
     VALUE,
+    DecodeGroup,
     PrefillGroup,
     Shape,
     Transfer,
@@ -379,9 +380,9 @@ def test_the_next_attempt_goes_on_from_the_last_verified_chunk() -> None:
             assert_landed(transfer, "float32")
             # What was fetched is what the first group computed.
             for rank in other.ranks:
-                before = rank.pool.num_bytes and bytes(memoryview_of(rank))
+                before = bytes(rank.pool.view())
                 rank.compute("t1", NUM_TOKENS, [2, 1, 0], range(NUM_TOKENS))
-                assert bytes(memoryview_of(rank)) == before
+                assert bytes(rank.pool.view()) == before
             for one in second:
                 assert (await one.ended()).error is None
             # The first group is refused from now on.
@@ -391,12 +392,6 @@ def test_the_next_attempt_goes_on_from_the_last_verified_chunk() -> None:
             other.close()
 
     asyncio.run(run())
-
-
-def memoryview_of(rank: object) -> memoryview:
-    from kv_transfer import memory
-
-    return memory.view(rank.pool.address, rank.pool.num_bytes)  # type: ignore[attr-defined]
 
 
 def test_an_attempt_that_nobody_takes_over_fails_after_a_bounded_time() -> None:
@@ -441,8 +436,6 @@ def test_the_kv_goes_to_another_decode_group_from_pages_still_held() -> None:
                 one.abort()
                 await one.ended()
             # As a decode group of another layout would grant it.
-            from tests.kv_transfer.world import DecodeGroup
-
             other = DecodeGroup(made.fabric, Shape(1, 2, page_size=5), "d2")
             await other.start()
             second = other.expect("t1", NUM_TOKENS, attempt=2)

@@ -215,6 +215,10 @@ class Incoming:
             self.log.warning("writers did not close in time", writers=self._num_writers)
         await self._nothing_landing.wait()
 
+    def wants(self, attempt: Attempt) -> bool:
+        """Whether this attempt is the current one, and not over."""
+        return not self.session.terminal and attempt is self.attempt and not attempt.stopped.is_set()
+
     def fail(self, error: HeadwaterError) -> None:
         """Ends the transfer: no other attempt could do better."""
         if self.session.terminal:
@@ -225,7 +229,7 @@ class Incoming:
 
     def suspend(self, attempt: Attempt, error: HeadwaterError) -> None:
         """The attempt is lost. Its writers are told to stop, and another attempt may follow."""
-        if self.session.terminal or attempt is not self.attempt or attempt.stopped.is_set():
+        if not self.wants(attempt):
             return
         if self._resume_seconds == 0 or self.session.state is ReceiverState.GRANTED:
             self.fail(error)
@@ -286,7 +290,7 @@ class Incoming:
 
     def writer_opened(self, attempt: Attempt, rank: int) -> None:
         """Raises StalePeer when this rank may not write (any more)."""
-        if self.session.terminal or attempt is not self.attempt or attempt.stopped.is_set():
+        if not self.wants(attempt):
             raise StalePeer(f"transfer {self.transfer_id}: attempt {attempt.number} is over: {attempt.stop_reason}.")
         if rank in attempt.writers or rank in attempt.finished:
             raise StalePeer(f"transfer {self.transfer_id}: rank {rank} has already opened a delivery.")
@@ -310,7 +314,7 @@ class Incoming:
             StalePeer: the attempt is over; nothing changes.
             ValueError: it does not belong to the transfer, or overlaps what is already there; nothing changes.
         """
-        if self.session.terminal or attempt is not self.attempt or attempt.stopped.is_set():
+        if not self.wants(attempt):
             raise StalePeer(f"transfer {self.transfer_id}: attempt {attempt.number} is over: {attempt.stop_reason}.")
         self.coverage.add(box)
         self._num_landing += 1

@@ -373,6 +373,9 @@ class Receiver:
         """Puts a box in place. False when the attempt is over, and the writer is being told so."""
         incoming, attempt = writer.incoming, writer.attempt
         where = f"{writer}: receipt {receipt.sequence}"
+        if not incoming.wants(attempt):
+            # Whatever a writer of an earlier attempt says, it is nothing to the current one.
+            return False
         try:
             box = box_of(receipt, where)
             at = self._checked_place(writer, receipt, box, where)

@@ -24,6 +24,8 @@ log = get_logger(__name__)
 
 # How long a lane sleeps between two looks at its writes, and the most.
 _FIRST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 20e-6, 2e-3
+# How long closing waits for a lane.
+_CLOSE_SECONDS = 5.0
 # A lane without work ends after this long.
 _IDLE_SECONDS = 30.0
 
@@ -164,7 +166,8 @@ class _Lane:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join()
+        # One that waits for the engine, which bounds it, ends with the process.
+        self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
         sleep = _FIRST_SLEEP_SECONDS

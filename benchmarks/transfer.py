@@ -4,7 +4,7 @@ python -m benchmarks.transfer [--json FILE]
 
 Payload bytes a second of whole transfers (first chunk handed over to commit), staged and page to page, with and without
 digests, against Mooncake's own transfer_sync_write of the same bytes, all in turn in each round of one run; ratios are
-medians over rounds. Sender and receiver have one core each.
+medians over rounds. Sender and receiver have one core each, and every mode fills as much memory as the others.
 
 Planning and bookkeeping of one chunk of a prompt of a million tokens: 94 layers and 4 key/value heads of 128
 (Qwen3-235B-A22B), from one rank of PP8·TP4 to the two ranks of TP8 that hold its head.
@@ -49,7 +49,7 @@ MIB = 1024 * 1024
 GEOMETRY = common_pb2.Geometry(
     num_layers=12, num_kv_heads=4, key_size=128, value_size=128, dtype="bfloat16", page_size=64
 )
-CHUNK_TOKENS, NUM_CHUNKS = 1024, 8
+CHUNK_TOKENS, NUM_CHUNKS = 1024, 32
 NUM_TOKENS = CHUNK_TOKENS * NUM_CHUNKS
 LAYERS, HEADS = Span(0, 12), Span(0, 4)
 PAYLOAD = NUM_TOKENS * 12 * 4 * 512
@@ -76,7 +76,7 @@ async def receive(core: int) -> None:
     writer = Writer(engine, write_seconds=WRITE_SECONDS, max_bytes_in_flight=16 * MIB)
     arena = SlotArena(engine, 8, SEGMENT_BYTES)
     layout = PagedLayout(LAYERS, HEADS, NUM_TOKENS, 1, CellSize.of(GEOMETRY))
-    kv, raw = HostBuffer(PAYLOAD), HostBuffer(PAYLOAD // NUM_CHUNKS)
+    kv, raw = HostBuffer(PAYLOAD), HostBuffer(PAYLOAD)
     engine.register(raw.address, raw.num_bytes)
     for buffer in (kv, raw):
         memory.view(buffer.address, buffer.num_bytes)[:] = bytes(buffer.num_bytes)
@@ -202,7 +202,7 @@ def raw_writes(engine: MooncakeEngine, pool: HostBuffer, peer: dict[str, Any]) -
     started = time.perf_counter()
     for number in range(NUM_CHUNKS):
         status = engine._engine.transfer_sync_write(  # noqa: SLF001 - the wrapper has no blocking write
-            peer["session"], pool.address + number * size, peer["address"], size
+            peer["session"], pool.address + number * size, peer["address"] + number * size, size
         )
         assert status == 0
     return PAYLOAD / (time.perf_counter() - started) / 1e9

@@ -8,6 +8,7 @@ only when the engine reads it no more.
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import time
 from collections.abc import Callable, Coroutine
@@ -100,9 +101,9 @@ class Push:
         self.reads_pages = False
         places = range(_DIRECT_BOXES) if self.direct else target.slots
         self._num_places = len(places)
-        self._places: asyncio.Queue[int] = asyncio.Queue()
-        for place in places:
-            self._places.put_nowait(place)
+        self._places = collections.deque(places)
+        # Set when a place is freed, or something fails.
+        self._changed = asyncio.Event()
         self._unacknowledged: dict[int, int] = {}
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failed.add_done_callback(lambda future: future.cancelled() or future.exception())
@@ -150,7 +151,8 @@ class Push:
         place = self._unacknowledged.pop(sequence, None)
         if place is None:
             raise StalePeer(f"{self._target.peer} acknowledged receipt {sequence}, which is not outstanding.")
-        self._places.put_nowait(place)
+        self._places.append(place)
+        self._changed.set()
 
     async def acknowledged_all(self) -> None:
         """Waits until every box has been acknowledged.
@@ -173,34 +175,37 @@ class Push:
         """Waits until the engine reads none of this side's memory any more."""
         await asyncio.gather(*(asyncio.wrap_future(job.settled) for job in self._jobs))
 
-    async def unless_failed(self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
+    async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
         """Awaits `work`, which may be cancelled, unless something of this stream fails first.
 
         Raises:
             WriteFailed, PeerUnavailable, DeadlinePassed: what has failed.
-            TimeoutError: after `seconds`.
         """
         working = asyncio.ensure_future(work)
         waits: set[asyncio.Future[Any]] = {working, self._failed}
         try:
-            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
                 self._failed.result()
-            if working.done():
-                return working.result()
-            raise TimeoutError
+            return working.result()
         finally:
             working.cancel()
 
     async def _place(self) -> int:
         """A slot that may be written to."""
         try:
-            return await self.unless_failed(self._places.get(), self._acknowledge_seconds)
+            async with asyncio.timeout(self._acknowledge_seconds):
+                while not self._places and not self._failed.done():
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             raise DeadlinePassed(
                 f"{self._target.peer} did not free a landing slot within {self._acknowledge_seconds:g} s "
                 "(deadlines.acknowledge)."
             ) from None
+        if self._failed.done():
+            self._failed.result()
+        return self._places.popleft()
 
     async def _write_staged(self, box: Box, slot: int) -> None:
         """Into a landing slot: straight from the pages where they make long pieces, else packed first."""
@@ -345,6 +350,8 @@ class Push:
         if task.cancelled() or self._failed.done():
             return
         error = task.exception()
+        if error is not None:
+            self._changed.set()
         if isinstance(error, HeadwaterError):
             self._failed.set_exception(error)
         elif error is not None:

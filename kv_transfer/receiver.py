@@ -50,7 +50,7 @@ class ReceiverOptions:
     """What the cluster file says about receiving. Seconds as in its `Deadlines`."""
 
     # Landing slots that each writer of a transfer owns while it is open.
-    slots_per_writer: int = 2
+    slots_per_writer: int = 4
     reply_seconds: float = 5.0
     acknowledge_seconds: float = 60.0
     stop_seconds: float = 10.0

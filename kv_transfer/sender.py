@@ -26,8 +26,9 @@ from kv_transfer.writer import Writer
 
 log = get_logger(__name__)
 
-# One packed box at most: large enough that TCP runs at full speed (it does from about 1 MiB).
-SEGMENT_BYTES = 4 * 1024 * 1024
+# One packed box at most. TCP runs at full speed from about 1 MiB; what asks for more is the Python work of a box, 3 ms
+# of processor time of both sides together, whatever its size (benchmarks/transfer.py, with its cores busy).
+SEGMENT_BYTES = 16 * 1024 * 1024
 
 
 class Source(Protocol):

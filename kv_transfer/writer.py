@@ -22,8 +22,8 @@ from kv_transfer.engine import TransferEngine, WriteFailed, WriteState
 
 log = get_logger(__name__)
 
-# How long a lane sleeps between two looks at its writes, and the most.
-_FIRST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 20e-6, 2e-3
+# How long a lane sleeps between two looks at its oldest write, and the most, which is also how often it looks at all.
+_FIRST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 50e-6, 2e-3
 # How long closing waits for a lane.
 _CLOSE_SECONDS = 5.0
 # A lane without work ends after this long.
@@ -148,6 +148,7 @@ class _Lane:
         self._closing = False
         self._flights: list[_Flight] = []
         self._bytes = 0
+        self._look_at_all_at = 0.0
         # Entries of the running job that have not been submitted.
         self._rest: collections.deque[tuple[Job, int]] = collections.deque()
         self._thread = threading.Thread(target=self._run, name=f"kv-lane-{session}", daemon=True)
@@ -234,12 +235,17 @@ class _Lane:
         return began
 
     def _poll(self) -> bool:
-        """Looks at every write in flight once."""
+        """Looks at the writes in flight, from the oldest to one that is pending; now and then at all of them."""
         now = time.monotonic()
+        everything = now >= self._look_at_all_at
+        if everything:
+            self._look_at_all_at = now + _LONGEST_SLEEP_SECONDS
         progressed = False
         for flight in list(self._flights):
             state = self._engine.poll(flight.handle)
             job, entry = flight.job, flight.job.entries[flight.index]
+            if state is WriteState.PENDING and not everything and not flight.late:
+                break
             if state is not WriteState.PENDING:
                 progressed = True
                 self._flights.remove(flight)

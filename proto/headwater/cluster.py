@@ -76,7 +76,7 @@ class Prefill(Struct, frozen=True, forbid_unknown_fields=True):
     # Cores to pin the ranks to, in rank order; empty: not pinned.
     cores: tuple[Annotated[int, Meta(ge=0)], ...] = ()
     # Memory of one rank for packed KV on its way out.
-    send_buffer_mb: Positive = 32
+    send_buffer_mb: Positive = 64
     # Replaces model.dtype for this group; KV is converted on its way to decode nodes of another one.
     dtype: Dtype | None = None
     metrics_port: Port = 0
@@ -94,10 +94,10 @@ class Decode(Struct, frozen=True, forbid_unknown_fields=True):
     threads: Positive = 1
     cores: tuple[Annotated[int, Meta(ge=0)], ...] = ()
     # Landing area for packed KV: slots of slot_kb each.
-    slot_kb: Positive = 4096
-    num_slots: Positive = 32
-    # Slots that one writer of one transfer may own.
-    slots_per_writer: Positive = 2
+    slot_kb: Positive = 16384
+    num_slots: Positive = 64
+    # Slots that one writer of one transfer may own: one is written, one unpacked, and one on its way back.
+    slots_per_writer: Positive = 4
     # "staged": writers write packed KV into landing slots, whatever the layouts. "direct": they write page to page
     # into the request's memory where that pays, which saves two copies; a writer that is lost costs the memory's
     # addresses.

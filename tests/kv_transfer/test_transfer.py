@@ -135,7 +135,7 @@ def test_a_failed_write_fails_the_transfer_and_its_slots_get_new_memory(faults: 
             assert (failed_writers == 0) == (faults.refuse > 0)
             await abort_all(transfer)
             await until(lambda: arena.quarantined == 0)
-            assert arena.retired == 2 * failed_writers
+            assert arena.retired == ReceiverOptions().slots_per_writer * failed_writers
             assert (
                 len(known & {arena.address(slot) for slot in range(arena.num_slots)}) == arena.num_slots - arena.retired
             )

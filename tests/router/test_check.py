@@ -82,7 +82,7 @@ def test_good_cluster(model: Path) -> None:
             "capacity_tokens = 64",
             "decode d0: capacity_tokens = 64 cannot hold one chunk (64 tokens) and an answer.",
         ),
-        ("", "num_slots = 1", "decode d0: slots_per_writer = 2 is more than num_slots = 1."),
+        ("", "num_slots = 1", "decode d0: slots_per_writer = 4 is more than num_slots = 1."),
     ],
 )
 def test_problems(model: Path, prefill: str, decode: str, problem: str) -> None:
@@ -94,7 +94,7 @@ def test_notes_say_what_will_be_refused(model: Path) -> None:
     (note,) = check_cluster(cluster(model, "pool_tokens = 64")).notes
     assert note == "p0 holds 64 tokens: longer requests are refused, although the context is 256."
     (note,) = check_cluster(cluster(model, "pp = 4", "num_slots = 4")).notes
-    assert note.startswith("the 4 ranks of p0 take 8 landing slots for one transfer, and d0 has 4")
+    assert note.startswith("the 4 ranks of p0 take 16 landing slots for one transfer, and d0 has 4")
 
 
 def test_port_in_use_and_unknown_core_matter_only_here(model: Path) -> None:

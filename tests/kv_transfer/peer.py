@@ -64,6 +64,10 @@ class PrefillPeer:
         results = [await one.ended() for one in self._outgoing.pop(transfer)]
         return [type(result.error).__name__ if result.error else "" for result in results]
 
+    async def failures(self) -> list[str]:
+        """Class names of what the ranks were told of, whatever the transfer."""
+        return [type(error).__name__ for rank in self.group.ranks for error in rank.failures]
+
     async def held(self) -> int:
         """Send segments in use."""
         return sum(rank.arena.held for rank in self.group.ranks)

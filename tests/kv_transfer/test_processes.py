@@ -56,6 +56,13 @@ def until_free(decode: Process) -> dict[str, int]:
     return slots
 
 
+def all_failures(prefill: Process) -> list[str]:
+    """What both ranks were told of, while no one has said that no more chunks come."""
+    while len(failures := prefill("failures")) < 2:
+        pass
+    return failures  # type: ignore[no-any-return]
+
+
 def deliver(prefill: Process, decode: Process, name: str) -> None:
     """A whole transfer that must be right."""
     begin(prefill, decode, name)
@@ -103,6 +110,35 @@ def test_the_receiver_is_killed(moment: str) -> None:
             pass
         with peer("decode", "d2") as decode:
             deliver(prefill, decode, "t2")
+
+
+@pytest.mark.parametrize("end", ["sender aborts", "receiver aborts", "sender dies", "receiver dies", "finish"])
+def test_an_end_reaches_the_other_side_in_under_a_second(end: str) -> None:
+    """The transfer is half done and nothing is under way, so that nothing else could carry the news."""
+    with no_leaks(), peer("decode", "d") as decode, peer("prefill", "p") as prefill:
+        begin(prefill, decode, "t")
+        send(prefill, "t", end=NUM_TOKENS // 2)
+        until_verified(decode, "t", NUM_TOKENS // 2)
+        if end == "finish":
+            send(prefill, "t", start=NUM_TOKENS // 2)
+            until_verified(decode, "t", NUM_TOKENS)
+        asked = time.monotonic()
+        if end == "sender aborts":
+            prefill("abort", transfer="t")
+            assert decode("outcome", transfer="t") == "TransferFailed"
+        elif end == "receiver aborts":
+            decode("abort", transfer="t")
+            assert all_failures(prefill) == ["TransferFailed", "TransferFailed"]
+        elif end == "sender dies":
+            prefill.kill()
+            assert decode("outcome", transfer="t") == "PeerUnavailable"
+        elif end == "receiver dies":
+            decode.kill()
+            assert all_failures(prefill) == ["PeerUnavailable", "PeerUnavailable"]
+        else:
+            prefill("finish", transfer="t")
+            assert decode("outcome", transfer="t") == "right"
+        assert time.monotonic() - asked < 1
 
 
 def test_the_receiver_is_stopped_a_write_times_out_and_lands_late_and_nobody_reads_it() -> None:

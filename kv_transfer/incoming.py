@@ -34,6 +34,9 @@ class Destination(Protocol):
         Called from worker threads, at most once per cell and attempt, possibly for several boxes at a time.
         """
 
+    def digest(self, box: Box) -> bytes:
+        """xxh3-128 of the packed `box`, from what `unpack` has put in place. Called from worker threads."""
+
     def pack(self, box: Box, address: int) -> None:
         """The inverse, for an attempt that takes over from another. Called from worker threads."""
 
@@ -68,6 +71,9 @@ class PagedDestination:
 
     def unpack(self, box: Box, address: int) -> None:
         memory.unpack(plan(self.layout, self.pages, box).copies(), address, self.address)
+
+    def digest(self, box: Box) -> bytes:
+        return memory.digest_in_place(plan(self.layout, self.pages, box).copies(), self.address)
 
     def pack(self, box: Box, address: int) -> None:
         memory.pack(plan(self.layout, self.pages, box).copies(), self.address, address)

@@ -23,6 +23,8 @@ class Unpacks(Protocol):
 
     def unpack(self, box: Box, address: int) -> None: ...
 
+    def digest(self, box: Box) -> bytes: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Region:
@@ -57,7 +59,8 @@ async def land(
     at: int | Region,
     where: str,
 ) -> None:
-    """Verifies a box and puts it in place.
+    """Puts a box in place and verifies it there: what is checked is what will be read, and no peer can write to it.
+    A landing slot could change between a check and the copy.
 
     Args:
         pool: threads for the work.
@@ -69,16 +72,17 @@ async def land(
 
     def work() -> bool:
         if isinstance(at, Region):
-            # They are in place; only their digest is to be checked.
-            return not receipt.digest or _digest_in_place(box, at) == receipt.digest
-        if receipt.digest and memory.digest(at, receipt.num_bytes) != receipt.digest:
-            return False
-        if wire.converts:
-            scratch = HostBuffer(packed_bytes(box, wire.local_cell))
-            wire.decode(box, at, scratch.address)
-            destination.unpack(box, scratch.address)
-        else:
+            return not receipt.digest or _digest_of(at, box) == receipt.digest
+        if not wire.converts:
             destination.unpack(box, at)
+            return not receipt.digest or destination.digest(box) == receipt.digest
+        landed = HostBuffer(receipt.num_bytes)
+        memory.copy(at, landed.address, receipt.num_bytes)
+        if receipt.digest and memory.digest(landed.address, receipt.num_bytes) != receipt.digest:
+            return False
+        local = HostBuffer(packed_bytes(box, wire.local_cell))
+        wire.decode(box, landed.address, local.address)
+        destination.unpack(box, local.address)
         return True
 
     if not await asyncio.get_running_loop().run_in_executor(pool, work):
@@ -88,11 +92,8 @@ async def land(
         )
 
 
-def _digest_in_place(box: Box, region: Region) -> bytes:
-    state = memory.Digest()
-    for copy in plan(region.layout, region.pages, box).copies():
-        state.add(region.address + copy.paged, copy.length, copy.rows, copy.paged_stride)
-    return state.value()
+def _digest_of(region: Region, box: Box) -> bytes:
+    return memory.digest_in_place(plan(region.layout, region.pages, box).copies(), region.address)
 
 
 def landing_slots(key: common_pb2.TransferKey, slots: dict[int, int]) -> transfer_pb2.Slots:

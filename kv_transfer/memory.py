@@ -70,6 +70,18 @@ class Digest:
         return self._state.digest()
 
 
+def digest_in_place(copies: Iterable[Copy], paged_address: int) -> bytes:
+    """xxh3-128 of a box as it lies in its pages: that of the packed box."""
+    state = Digest()
+    for copy in copies:
+        state.add(paged_address + copy.paged, copy.length, copy.rows, copy.paged_stride)
+    return state.value()
+
+
+def copy(source: int, target: int, num_bytes: int) -> None:
+    ctypes.memmove(target, source, num_bytes)
+
+
 def _rows(address: int, rows: int, length: int, stride: int) -> npt.NDArray[np.uint8]:
     flat = np.frombuffer(view(address, (rows - 1) * stride + length), dtype=np.uint8)
     return np.lib.stride_tricks.as_strided(flat, (rows, length), (stride, 1))

@@ -16,6 +16,7 @@ from transformers import Cache
 from headwater.v1 import common_pb2
 from kv_transfer import memory
 from kv_transfer.geometry import Box, CellSize, PagedLayout, PageTable, Span
+from kv_transfer.memory import HostBuffer
 from kv_transfer.planner import packed_bytes, plan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -96,6 +97,14 @@ class KvPool:
         else:
             self.unpack_by_tensors(pages, box, address)
 
+    def digest(self, pages: PageTable, box: Box) -> bytes:
+        """xxh3-128 of the packed `box`, from what is in the pages."""
+        if self.address is not None:
+            return memory.digest_in_place(plan(self.layout, pages, box).copies(), self.address)
+        packed = HostBuffer(packed_bytes(box, self.layout.cell))
+        self.pack_by_tensors(pages, box, packed.address)
+        return memory.digest(packed.address, packed.num_bytes)
+
     def pack_by_tensors(self, pages: PageTable, box: Box, address: int) -> None:
         """`pack` for memory that the processor cannot address: gathered on its device, then copied to the host."""
         runs = self.layout.runs(pages, box.tokens)
@@ -134,6 +143,9 @@ class FetchedKv:
 
     def unpack(self, box: Box, address: int) -> None:
         self.pool.unpack(self.pages, box, address)
+
+    def digest(self, box: Box) -> bytes:
+        return self.pool.digest(self.pages, box)
 
 
 class StepCache(Cache):

@@ -51,6 +51,10 @@ class RequestKv:
         """See `kv_transfer.incoming.Destination`."""
         self._paged.unpack(box, address)
 
+    def digest(self, box: Box) -> bytes:
+        """See `kv_transfer.incoming.Destination`."""
+        return self._paged.digest(box)
+
     def pack(self, box: Box, address: int) -> None:
         """See `kv_transfer.incoming.Destination`."""
         self._paged.pack(box, address)

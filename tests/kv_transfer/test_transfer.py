@@ -12,6 +12,7 @@ import pytest
 from headwater.errors import DeadlinePassed, InvalidRequest, PeerUnavailable, StalePeer, TransferFailed, from_rpc_error
 from headwater.rpc import open_channel
 from headwater.v1 import common_pb2, transfer_pb2, transfer_pb2_grpc
+from kv_transfer import memory
 from kv_transfer.engine import WriteFailed
 from kv_transfer.geometry import Box, Span
 from kv_transfer.memory_engine import Faults
@@ -113,6 +114,29 @@ def test_a_dropped_write_is_found_by_its_digest_and_nothing_is_committed() -> No
             # Every writer was told, and vouched for its writes.
             await abort_all(transfer)
             assert made.decode.ranks[0].arena.retired == 0
+
+    asyncio.run(run())
+
+
+def test_what_lands_in_a_slot_while_it_is_unpacked_is_found() -> None:
+    """The digest is of what will be read: checking a slot before it is copied would miss this."""
+
+    async def run() -> None:
+        async with world() as made:
+            transfer, outgoing = start(made)
+            unpack = transfer.kv[0].unpack
+
+            def unpack_late(box: Box, address: int) -> None:
+                memory.view(address, 4)[:] = b"late"
+                unpack(box, address)
+
+            transfer.kv[0].unpack = unpack_late
+            send_all(outgoing, chunks())
+            with pytest.raises(TransferFailed, match="do not have the digest"):
+                await transfer.incoming[0].committed()
+            for one in outgoing:
+                await one.ended()
+            await abort_all(transfer)
 
     asyncio.run(run())
 

@@ -99,7 +99,7 @@ class Kv:
         self.address = self.buffer.address
         self.retired = False
         self._paged = PagedDestination(self.layout, self.pages, self.address)
-        self.unpack, self.pack = self._paged.unpack, self._paged.pack
+        self.unpack, self.pack, self.digest = self._paged.unpack, self._paged.pack, self._paged.digest
 
     def retire(self) -> None:
         self.retired = True
@@ -278,11 +278,12 @@ class DecodeRank:
 
     async def close(self) -> None:
         await self.server.stop(SECONDS)
-        await until(lambda: self.arena.quarantined == 0)
-        await self.receiver.close()
+        # The server has ended every call; what it does on the way out takes a moment.
+        arena, receiver = self.arena, self.receiver
+        await until(lambda: (receiver.open_transfers, arena.held, arena.quarantined) == (0, 0, 0))
+        await receiver.close()
         self.writer.close()
-        self.arena.check()
-        assert (self.receiver.open_transfers, self.arena.held) == (0, 0)
+        arena.check()
         self.engine.close()
 
 

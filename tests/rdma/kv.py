@@ -70,7 +70,7 @@ class Landing:
         self.retired = False
         self._name, self._num_tokens = name, num_tokens
         paged = PagedDestination(self.layout, self.pages, self.address)
-        self.unpack, self.pack = paged.unpack, paged.pack
+        self.unpack, self.pack, self.digest = paged.unpack, paged.pack, paged.digest
 
     def retire(self) -> None:
         self.retired = True

@@ -52,6 +52,7 @@ class Delivery:
         part: layers and heads that this rank sends to this target; None: nothing but the first token.
         pages: the request's page table; must stay as it is until `run` has returned.
         on_failure: called when the delivery fails by itself (not by `abort`).
+        on_sent: as `sent` of `Push`.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class Delivery:
         pages: list[int],
         log: Logger,
         on_failure: Callable[[HeadwaterError], None],
+        on_sent: Callable[[Box, int, float], None] | None,
     ) -> None:
         self._sender = sender
         self._on_failure = on_failure
+        self._on_sent = on_sent
         self._grant = grant
         self._target = target
         self._part = part
@@ -223,6 +226,7 @@ class Delivery:
             say=self._receipt,
             acknowledge_seconds=sender.acknowledge_seconds,
             in_place=Region(source.layout, self._pages, source.address) if source.address is not None else None,
+            sent=self._on_sent,
         )
         # A write that fails is told at once, not with the next chunk.
         while (tokens := await push.unless_failed(self._spans.get())) is not None:

@@ -71,6 +71,8 @@ class Push:
         pool: threads for packing.
         pack: puts a packed box of the local element type at an address; called from the pool.
         say: takes each receipt, in order of its sequence.
+        sent: told of each box that the other side has acknowledged: the box, its bytes, and the seconds since it was
+            begun.
         in_place: this side's pages, where the engine may read them; None: boxes are always packed.
     """
 
@@ -86,6 +88,7 @@ class Push:
         say: Callable[[transfer_pb2.Receipt], None],
         acknowledge_seconds: float,
         in_place: Region | None = None,
+        sent: Callable[[Box, int, float], None] | None = None,
     ) -> None:
         self.num_bytes = 0
         self.num_receipts = 0
@@ -96,6 +99,7 @@ class Push:
         self._target = target
         self._wire = wire
         self._say = say
+        self._sent = sent
         self._acknowledge_seconds = acknowledge_seconds
         self._in_place = in_place if not wire.converts else None
         self.reads_pages = False
@@ -104,7 +108,8 @@ class Push:
         self._places = collections.deque(places)
         # Set when a place is freed, or something fails.
         self._changed = asyncio.Event()
-        self._unacknowledged: dict[int, int] = {}
+        # By sequence: the place that a box holds, and what `sent` is told.
+        self._unacknowledged: dict[int, tuple[int, Box, int, float]] = {}
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failed.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._tasks: set[asyncio.Task[None]] = set()
@@ -148,11 +153,14 @@ class Push:
         Raises:
             StalePeer: it was not waiting for that.
         """
-        place = self._unacknowledged.pop(sequence, None)
-        if place is None:
+        outstanding = self._unacknowledged.pop(sequence, None)
+        if outstanding is None:
             raise StalePeer(f"{self._target.peer} acknowledged receipt {sequence}, which is not outstanding.")
+        place, box, num_bytes, began = outstanding
         self._places.append(place)
         self._changed.set()
+        if self._sent is not None:
+            self._sent(box, num_bytes, time.monotonic() - began)
 
     async def acknowledged_all(self) -> None:
         """Waits until every box has been acknowledged.
@@ -213,6 +221,7 @@ class Push:
         if pieces is not None:
             await self._write_in_place(box, slot, pieces, self._target.slots[slot], slot=slot)
             return
+        began = time.monotonic()
         owner = object()
         (segment,) = await self._arena.acquire(owner, 1, self._acknowledge_seconds)
         at = self._arena.address(segment)
@@ -224,7 +233,7 @@ class Push:
             await self._done(job, box)
         finally:
             self._release_when_settled(owner, job)
-        self._receipt(box, slot, digest, slot=slot)
+        self._receipt(box, slot, digest, slot=slot, began=began)
 
     async def _write_direct(self, box: Box, place: int) -> None:
         source, target = self._in_place, self._target.direct
@@ -236,6 +245,7 @@ class Push:
     async def _write_in_place(self, box: Box, place: int, pieces: Pieces, target: int, slot: int | None) -> None:
         """Pieces of this side's pages to `target` and the offsets from there that they name."""
         assert self._in_place is not None
+        began = time.monotonic()
         source = self._in_place.address
         self.reads_pages = True
         entries = [
@@ -252,7 +262,7 @@ class Push:
             await self._done(job, box)
         finally:
             self._release_when_settled(None, job)
-        self._receipt(box, place, digest, slot=slot)
+        self._receipt(box, place, digest, slot=slot, began=began)
 
     def _pieces(self, box: Box) -> Pieces | None:
         """Pieces of the pages that make the packed box, when they are long enough to be written one by one."""
@@ -329,7 +339,7 @@ class Push:
         else:
             job.settled.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(settle))
 
-    def _receipt(self, box: Box, place: int, digest: bytes, slot: int | None) -> None:
+    def _receipt(self, box: Box, place: int, digest: bytes, *, slot: int | None, began: float) -> None:
         receipt = transfer_pb2.Receipt(
             key=self._target.key,
             sequence=self.num_receipts,
@@ -338,7 +348,7 @@ class Push:
             num_bytes=self._wire.num_bytes(box),
             digest=digest,
         )
-        self._unacknowledged[receipt.sequence] = place
+        self._unacknowledged[receipt.sequence] = place, box, receipt.num_bytes, began
         self.num_receipts += 1
         self.num_bytes += receipt.num_bytes
         metrics.BYTES_SENT.inc(receipt.num_bytes)

@@ -171,18 +171,21 @@ class Sender:
         pages: Sequence[int],
         on_failure: Callable[[HeadwaterError], None],
         request_id: str = "",
+        on_sent: Callable[[Box, int, float], None] | None = None,
     ) -> Outgoing:
         """Starts a transfer. `pages` must stay as they are until it has ended.
 
         Args:
             on_failure: called once, on the event loop, when the transfer fails by itself (not by `abort`).
+            on_sent: called for each box that has been acknowledged, with its bytes and its seconds from begin to
+                acknowledgement.
         """
         bound = log.bind(request=request_id, transfer=grant.transfer_id, attempt=grant.attempt)
         outgoing = Outgoing(on_failure)
         for target in grant.targets:
             part = self._part(target)
             if part is not None or self._rank.samples:
-                outgoing.begin(Delivery(self, grant, target, part, list(pages), bound, outgoing.failed))
+                outgoing.begin(Delivery(self, grant, target, part, list(pages), bound, outgoing.failed, on_sent))
         return outgoing
 
     def replace(self, owner: Hashable) -> None:

@@ -16,7 +16,7 @@ from headwater.errors import HeadwaterError
 from headwater.lifecycle import Event, get_logger
 from headwater.v1 import common_pb2, worker_pb2
 from kv_transfer.fetching import fetch_verified
-from kv_transfer.geometry import Span
+from kv_transfer.geometry import Box, Span
 from kv_transfer.landing import Unpacks
 from kv_transfer.sender import Outgoing, Sender
 
@@ -87,7 +87,7 @@ class Deliveries:
         self._deliver(redirect.request_id, share, redirect.grant)
 
     def close(self, request_id: str, first_token: int | None, *, abort: bool) -> None:
-        """The log says that the request ends. A second close may turn a normal end into an abort."""
+        """All has been computed, or the request was cancelled; the second may follow the first."""
         share = self._shares.get(request_id)
         if share is None:
             return
@@ -104,7 +104,11 @@ class Deliveries:
     def _deliver(self, request_id: str, share: _Share, grant: common_pb2.Grant) -> None:
         attempt = share.attempt = grant.attempt
         outgoing = self._sender.open(
-            grant, share.pages, lambda error: self._failed(request_id, attempt, error), request_id
+            grant,
+            share.pages,
+            lambda error: self._failed(request_id, attempt, error),
+            request_id,
+            lambda box, num_bytes, seconds: self._sent(request_id, box, num_bytes, seconds),
         )
         share.outgoing.append(outgoing)
         if share.computed > grant.verified_tokens:
@@ -160,6 +164,16 @@ class Deliveries:
             request_id=request_id, error=str(error), error_class=type(error).__name__, attempt=attempt
         )
         self._report(worker_pb2.AttachRequest(request_failed=failure))
+
+    def _sent(self, request_id: str, box: Box, num_bytes: int, seconds: float) -> None:
+        sent = worker_pb2.KvSent(
+            request_id=request_id,
+            token_start=box.tokens.start,
+            token_end=box.tokens.end,
+            num_bytes=num_bytes,
+            seconds=seconds,
+        )
+        self._report(worker_pb2.AttachRequest(kv_sent=sent))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)

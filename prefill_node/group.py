@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 import signal
+import time
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
 from headwater.cluster import Cluster, Prefill
-from headwater.errors import UnsupportedModel
+from headwater.errors import HeadwaterError, InvalidRequest, PeerUnavailable, UnsupportedModel
 from headwater.lifecycle import get_logger
 from headwater.rpc import Server
 from headwater.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from kv_transfer.geometry import geometry_of
 from kv_transfer.metrics_server import MetricsServer
 from kv_transfer.model_folder import ModelFolder, check_parallel, layer_boundaries, read_model_folder
+from prefill_node import leader_metrics as metrics
+from prefill_node.chunking.policies import make_policy
+from prefill_node.costs import LearnedCost, relative_error
 from prefill_node.leader import Leader
-from prefill_node.links import WorkerLinks, WorkerServicer
+from prefill_node.links import WorkerLinks
 from prefill_node.pages import PagePool
-from prefill_node.scheduler import Scheduler
+from prefill_node.profiling import load, measure, profile_points, save, saved_at
+from prefill_node.scheduler import Limits, Scheduler
 
 log = get_logger(__name__)
 
-# Steps sent beyond the pipeline's depth, so that a stage never waits for the leader.
-LOOK_AHEAD = 1
+# How long profiling may take, about.
+_PROFILE_SECONDS = 20.0
+# Between a lost group and the next try, doubling from the first to the last.
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 30.0
 
 
 def worker_configs(cluster: Cluster, group: Prefill, folder: ModelFolder, epoch: str) -> list[worker_pb2.WorkerConfig]:
@@ -45,6 +53,7 @@ def worker_configs(cluster: Cluster, group: Prefill, folder: ModelFolder, epoch:
             num_threads=group.threads_per_rank,
             core=group.cores[rank % len(group.cores)] if group.cores else None,
             chunk_tokens=group.chunk_tokens,
+            chunk_policy=group.chunk_policy,
             transport=group.transport,
             send_buffer_bytes=group.send_buffer_mb * 1024 * 1024,
             log_level=cluster.log_level,
@@ -58,37 +67,179 @@ def worker_configs(cluster: Cluster, group: Prefill, folder: ModelFolder, epoch:
     ]
 
 
-class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """`PrefillService` over a `Leader`."""
+class Group:
+    """One prefill group over all its incarnations: when its workers are lost, it starts them again as a new epoch.
 
-    def __init__(self, leader: Leader, links: WorkerLinks, config: worker_pb2.WorkerConfig, metrics: str) -> None:
-        self._leader = leader
-        self._links = links
-        self._config = config
+    Args:
+        folder: of the model, already checked to fit the group's layout.
+        address: of the leader, for the workers that it starts.
+        metrics: address of the leader's own metrics.
+    """
+
+    def __init__(self, cluster: Cluster, section: Prefill, folder: ModelFolder, address: str, metrics: str) -> None:
+        self._cluster = cluster
+        self._section = section
+        self._folder = folder
+        self._address = address
         self._metrics = metrics
+        self._renew()
+
+    def _renew(self) -> None:
+        """A new incarnation: nothing of the last one is used again."""
+        section, deadlines = self._section, self._cluster.deadlines
+        self.configs = worker_configs(self._cluster, section, self._folder, epoch=secrets.token_hex(8))
+        config = self.configs[0]
+        cost = LearnedCost(section.pp)
+        self.leader = Leader(
+            Scheduler(
+                PagePool(config.num_pages, section.page_size),
+                num_stages=section.pp,
+                world_size=len(self.configs),
+                limits=Limits(
+                    step_tokens=section.chunk_tokens,
+                    look_ahead=section.look_ahead,
+                    max_running=section.max_running_requests,
+                    max_queued=section.max_queued_requests,
+                    max_wait_seconds=section.max_wait,
+                ),
+                cuts=make_policy(
+                    section.chunk_policy,
+                    lambda: cost.group,
+                    chunk_tokens=section.chunk_tokens,
+                    page_size=section.page_size,
+                    smoothing=section.chunk_smoothing,
+                ),
+                seconds=cost.seconds,
+                clock=time.monotonic,
+            ),
+            config.geometry,
+            cost,
+            deadlines,
+            tp=section.tp,
+        )
+        self.lost = asyncio.Event()
+        host = section.address.rpartition(":")[0]
+        hosts = section.hosts or (host,)
+        world_size = len(self.configs)
+        self.links = WorkerLinks(
+            self.configs,
+            local_ranks=[rank for rank in range(world_size) if hosts[rank * len(hosts) // world_size] == host],
+            start_seconds=deadlines.worker_start,
+            on_report=self.leader.on_report,
+            on_lost=self._on_lost,
+        )
+
+    def _on_lost(self, reason: str) -> None:
+        self.leader.stop_serving(reason)
+        self.lost.set()
+
+    async def start(self) -> None:
+        """Brings all ranks up and begins to serve.
+
+        Raises:
+            PeerUnavailable, DeadlinePassed: a worker did not come up.
+        """
+        await self.links.start(self._address)
+        if self._section.chunk_policy != "fixed":
+            await self._learn_costs()
+        self.leader.begin(self.links)
+        log.info("serving", address=self._address, metrics=self._metrics, pp=self._section.pp, tp=self._section.tp)
+
+    async def restart(self) -> None:
+        """Tries until the group serves again."""
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            reason = self.leader.not_serving
+            await self.links.kill()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            self._renew()
+            self.leader.not_serving = f"restarting: {reason}"
+            metrics.RESTARTS.inc()
+            try:
+                await self.start()
+            except HeadwaterError as error:
+                log.warning("the group did not come up again", error=str(error), next_try_seconds=pause)
+                self.leader.not_serving = str(error)
+            else:
+                return
+
+    async def stop(self) -> None:
+        self.leader.stop_serving("shutting down")
+        await self.links.stop(self._cluster.deadlines.stop)
+
+    async def _learn_costs(self) -> None:
+        config, leader = self.configs[0], self.leader
+        path = saved_at(config)
+        samples = load(path, config.pp)
+        if samples is None:
+            capacity = config.num_pages * config.geometry.page_size
+            points = profile_points(min(capacity, config.geometry.max_context_tokens), config.chunk_tokens)
+
+            def progress(detail: str) -> None:
+                leader.not_serving = detail
+
+            measuring = asyncio.ensure_future(
+                measure(self.links, config, points, seconds=_PROFILE_SECONDS, progress=progress)
+            )
+            if not await _first(asyncio.wait({measuring}), self.lost):
+                measuring.cancel()
+                raise PeerUnavailable("a worker was lost while the group was profiled.")
+            samples, num_steps = measuring.result()
+            leader.scheduler.begin_at(num_steps)
+            save(path, samples)
+        leader.cost.learn(samples)
+        for stage, (cost, measured) in enumerate(zip(leader.cost.group.stages, samples, strict=True)):
+            log.info(
+                "costs",
+                stage=stage,
+                **dataclasses.asdict(cost),
+                relative_error=round(relative_error(cost, measured), 4),
+                file=str(path),
+            )
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    """`PrefillService` over the group's current leader."""
+
+    def __init__(self, group: Group, metrics_address: str) -> None:
+        self._group = group
+        self._metrics = metrics_address
 
     def Prefill(  # noqa: N802 - gRPC's name
         self, request: prefill_pb2.PrefillRequest, context: object
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        return self._leader.prefill(request)
+        return self._group.leader.prefill(request)
 
     async def Redirect(  # noqa: N802 - gRPC's name
         self, request: prefill_pb2.RedirectRequest, context: object
     ) -> prefill_pb2.RedirectResponse:
-        self._leader.redirect(request.request_id, request.grant)
+        self._group.leader.redirect(request.request_id, request.grant)
         return prefill_pb2.RedirectResponse()
+
+    async def TracePrefill(  # noqa: N802 - gRPC's name
+        self, request: prefill_pb2.TracePrefillRequest, context: object
+    ) -> prefill_pb2.TracePrefillResponse:
+        leader = self._group.leader
+        trace = leader.history.trace(request.request_id, leader.num_stages)
+        if trace is None:
+            raise InvalidRequest(
+                f"request {request.request_id} is not known here: it was another group's, or is too long ago."
+            )
+        return trace
 
     async def DescribePrefill(  # noqa: N802 - gRPC's name
         self, request: prefill_pb2.DescribePrefillRequest, context: object
     ) -> prefill_pb2.DescribePrefillResponse:
-        config, scheduler = self._config, self._leader.scheduler
+        group, leader = self._group, self._group.leader
+        config, scheduler = group.configs[0], leader.scheduler
         pool = scheduler.pool
-        ready = self._links.ready
+        ready = group.links.ready
         return prefill_pb2.DescribePrefillResponse(
             name=config.group,
             epoch=config.epoch,
-            serving=not self._leader.not_serving,
-            detail=self._leader.not_serving,
+            serving=not leader.not_serving,
+            detail=leader.not_serving,
             geometry=config.geometry,
             pp=config.pp,
             tp=config.tp,
@@ -100,7 +251,25 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             running_requests=scheduler.num_running,
             transport=ready[0].transport if 0 in ready else "",
             metrics_addresses=[self._metrics, *(ready[rank].metrics_address for rank in sorted(ready))],
+            chunk_policy=config.chunk_policy,
+            costs=[
+                prefill_pb2.StageCost(**dataclasses.asdict(cost))
+                for cost in (leader.cost.group.stages if leader.cost.measured else ())
+            ],
+            backlog_seconds=scheduler.backlog_seconds,
         )
+
+
+class _CurrentLinks(worker_pb2_grpc.WorkerServiceServicer):
+    """`WorkerService` over the group's current links."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def Attach(  # noqa: N802 - gRPC's name
+        self, request_iterator: AsyncIterator[worker_pb2.AttachRequest], context: object
+    ) -> AsyncIterator[worker_pb2.AttachResponse]:
+        return self._group.links.attach(request_iterator)
 
 
 async def serve(cluster: Cluster, name: str) -> int:
@@ -110,67 +279,37 @@ async def serve(cluster: Cluster, name: str) -> int:
         InvalidConfig, ModelFolderError, UnsupportedModel: before anything is started.
         PeerUnavailable, DeadlinePassed: the workers did not come up; everything started is stopped again.
     """
-    group = cluster.prefill_named(name)
+    section = cluster.prefill_named(name)
     folder = read_model_folder(Path(cluster.model.path))
-    check_parallel(folder, group.pp, group.tp)
+    check_parallel(folder, section.pp, section.tp)
     if folder.has_latent_kv:
         raise UnsupportedModel(
             f"{folder.architecture} caches a latent (MLA), which chunked prefill does not compute yet; "
             "serve a model that caches keys and values."
         )
-    configs = worker_configs(cluster, group, folder, epoch=secrets.token_hex(8))
-    world_size = len(configs)
-    leader = Leader(
-        Scheduler(
-            PagePool(configs[0].num_pages, group.page_size),
-            chunk_tokens=group.chunk_tokens,
-            max_in_flight=group.pp + LOOK_AHEAD,
-            max_running=group.max_running_requests,
-            max_queued=group.max_queued_requests,
-            world_size=world_size,
-        ),
-        configs[0].geometry,
-        cluster.deadlines.resume,
-    )
-    host = group.address.rpartition(":")[0]
-    hosts = group.hosts or (host,)
-    server = Server(group.address, ["headwater.v1.PrefillService", "headwater.v1.WorkerService"])
-    lost = asyncio.Event()
-
-    def on_lost(reason: str) -> None:
-        leader.stop_serving(reason)
-        lost.set()
-
-    links = WorkerLinks(
-        configs,
-        local_ranks=[rank for rank in range(world_size) if hosts[rank * len(hosts) // world_size] == host],
-        start_seconds=cluster.deadlines.worker_start,
-        on_report=leader.on_report,
-        on_lost=on_lost,
-    )
+    server = Server(section.address, ["headwater.v1.PrefillService", "headwater.v1.WorkerService"])
+    exporter = MetricsServer(section.address.rpartition(":")[0], section.metrics_port)
+    group = Group(cluster, section, folder, server.address, exporter.address)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    metrics = MetricsServer(host, group.metrics_port)
     try:
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(
-            PrefillServicer(leader, links, configs[0], metrics.address), server.grpc_server
-        )
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(links), server.grpc_server)
+        servicer = PrefillServicer(group, exporter.address)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server.grpc_server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(_CurrentLinks(group), server.grpc_server)
         await server.start()
-        if await _first(links.start(server.address), stop):
-            leader.begin(links)
+        # Workers that do not come up at first are a mistake in the configuration, which trying again would hide.
+        up = await _first(group.start(), stop)
+        while up:
             await server.set_serving(serving=True)
-            log.info("serving", address=server.address, metrics=metrics.address, pp=group.pp, tp=group.tp)
-            await _first(lost.wait(), stop)
+            if not await _first(group.lost.wait(), stop):
+                break
             await server.set_serving(serving=False)
-            # Without its workers the group cannot serve, but it stays to say so.
-            await stop.wait()
+            up = await _first(group.restart(), stop)
     finally:
-        leader.stop_serving("shutting down")
-        await links.stop(cluster.deadlines.stop)
+        await group.stop()
         await server.stop(cluster.deadlines.stop)
-        metrics.stop()
+        exporter.stop()
     return 0
 
 

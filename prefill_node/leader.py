@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
+from headwater.cluster import Deadlines
 from headwater.errors import (
     DeadlinePassed,
     HeadwaterError,
@@ -21,8 +22,10 @@ from headwater.errors import (
 from headwater.lifecycle import Event, Logger, get_logger
 from headwater.v1 import common_pb2, prefill_pb2, worker_pb2
 from prefill_node import leader_metrics as metrics
+from prefill_node.costs import LearnedCost
+from prefill_node.history import History, Sent, StageRun
 from prefill_node.links import WorkerLinks
-from prefill_node.scheduler import Request, Scheduler
+from prefill_node.scheduler import Entry, Request, Scheduler
 
 log = get_logger(__name__)
 
@@ -41,6 +44,8 @@ class _Caller:
     num_receipts: int = 0
     # Until when the KV is kept for another decode group, after this one was lost.
     hold: asyncio.TimerHandle | None = None
+    # Until when the request may wait for its first step.
+    patience: asyncio.TimerHandle | None = None
 
     def tell(self, **event: object) -> None:
         self.events.put_nowait(prefill_pb2.PrefillResponse(**event))  # type: ignore[arg-type]
@@ -51,17 +56,37 @@ class Leader:
 
     Args:
         geometry: of the group, with vocabulary and context size for checking requests.
-        resume_seconds: how long KV is kept for another decode group after one was lost.
+        cost: what the stages take; refined by every step.
+        deadlines: of the cluster file; `queue`, `step` and `resume` matter here.
+        tp: ranks of each stage.
     """
 
-    def __init__(self, scheduler: Scheduler, geometry: common_pb2.Geometry, resume_seconds: float) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        geometry: common_pb2.Geometry,
+        cost: LearnedCost,
+        deadlines: Deadlines,
+        *,
+        tp: int,
+    ) -> None:
         self.scheduler = scheduler
+        self._tp = tp
+        self.cost = cost
+        self.history = History()
         self._geometry = geometry
-        self._resume_seconds = resume_seconds
+        self._deadlines = deadlines
         self._callers: dict[str, _Caller] = {}
         self._links: WorkerLinks | None = None
+        # What each stage was given and has not reported: (step, when).
+        self._given: dict[tuple[int, int], tuple[worker_pb2.Step, float]] = {}
+        self._watch: asyncio.TimerHandle | None = None
         # Why the group does not serve; empty when it does.
         self.not_serving = "starting"
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.cost.stages)
 
     def begin(self, links: WorkerLinks) -> None:
         """All ranks are ready."""
@@ -82,10 +107,13 @@ class Leader:
             token_ids=request.token_ids,
             sampling=request.sampling,
             grant=request.grant if request.HasField("grant") else None,
+            priority=request.priority,
         )
         self.scheduler.submit(accepted)
         caller = _Caller(accepted, time.monotonic())
         self._callers[accepted.request_id] = caller
+        self.history.begin(accepted.request_id, caller.queued_at)
+        caller.patience = asyncio.get_running_loop().call_later(self._deadlines.queue, self._give_up, caller)
         self._log(accepted).event(Event.QUEUED, num_tokens=accepted.num_tokens)
         try:
             self._advance()
@@ -105,8 +133,7 @@ class Leader:
         caller = self._callers.get(request_id)
         if caller is None or caller.error is not None or self._links is None or self.not_serving:
             raise StalePeer(f"request {request_id} has no KV here that could be redirected: it is over.")
-        for entry in self.scheduler.redirect(request_id, grant):
-            self._links.append(entry)
+        self._append(self.scheduler.redirect(request_id, grant))
         if caller.hold is not None:
             caller.hold.cancel()
             caller.hold = None
@@ -116,7 +143,10 @@ class Leader:
     def on_report(self, rank: int, report: worker_pb2.AttachRequest) -> None:
         """A worker says something."""
         if report.HasField("step_done"):
-            self._step_done(report.step_done)
+            self._stage_done(rank // self._tp, report.step_done)
+        elif report.HasField("kv_sent"):
+            now = time.monotonic()
+            self.history.sent(Sent(rank, report.kv_sent, now - report.kv_sent.seconds, now))
         elif report.HasField("request_failed"):
             self._request_failed(report.request_failed)
         elif report.HasField("fetched"):
@@ -130,6 +160,8 @@ class Leader:
         if self.not_serving:
             return
         self.not_serving = reason
+        if self._watch is not None:
+            self._watch.cancel()
         for caller in list(self._callers.values()):
             caller.error = caller.error or PeerUnavailable(f"the prefill group stopped serving: {reason}.")
             caller.events.put_nowait(None)
@@ -156,14 +188,15 @@ class Leader:
         """Sends whatever the scheduler allows now."""
         if self._links is None or self.not_serving:
             return
-        for entry in self.scheduler.plan():
-            self._links.append(entry)
-            if isinstance(entry, worker_pb2.Step):
-                metrics.STEPS.inc()
-                for chunk in entry.chunks:
-                    caller = self._callers.get(chunk.request_id)
-                    if caller is not None and chunk.start == caller.request.first_token and not caller.scheduled_at:
-                        self._scheduled(caller)
+        entries = self.scheduler.plan()
+        self._append(entries)
+        now = time.monotonic()
+        for entry in entries:
+            if isinstance(entry.entry, worker_pb2.Step):
+                assert entry.stage is not None
+                self._given[entry.stage, entry.entry.sequence] = entry.entry, now
+                if entry.stage == 0:
+                    self._step_begun(entry.entry)
         metrics.QUEUED.set(self.scheduler.num_queued)
         metrics.RUNNING.set(self.scheduler.num_running)
         metrics.FREE_PAGES.set(self.scheduler.pool.free_pages)
@@ -178,7 +211,7 @@ class Leader:
         if not lost or self.scheduler.is_fetching(failed.request_id):
             self._fail(caller, error)
         elif caller.hold is None:
-            caller.hold = asyncio.get_running_loop().call_later(self._resume_seconds, self._fail, caller, error)
+            caller.hold = asyncio.get_running_loop().call_later(self._deadlines.resume, self._fail, caller, error)
             caller.tell(delivery_lost=prefill_pb2.DeliveryLost(attempt=failed.attempt, error=failed.error))
             self._log(caller.request).event(Event.DELIVERY_LOST, attempt=failed.attempt, error=failed.error)
 
@@ -189,18 +222,82 @@ class Leader:
             # The caller need not wait for the ranks; the pages do.
             caller.events.put_nowait(None)
 
+    def _append(self, entries: Sequence[Entry]) -> None:
+        if self._links is not None:
+            for entry in entries:
+                self._links.append(entry.entry, entry.stage)
+
+    def _step_begun(self, step: worker_pb2.Step) -> None:
+        metrics.STEPS.inc()
+        if self._watch is None:
+            self._expect_progress()
+        for chunk in step.chunks:
+            caller = self._callers.get(chunk.request_id)
+            if caller is not None and chunk.start == caller.request.first_token and not caller.scheduled_at:
+                self._scheduled(caller)
+
+    def _expect_progress(self) -> None:
+        """Some stage must finish a step in time, if there is any."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self._given:
+            self._watch = asyncio.get_running_loop().call_later(self._deadlines.step, self._stalled)
+
+    def _stalled(self) -> None:
+        stage = min(stage for stage, _ in self._given)
+        if self._links is not None:
+            self._links.lose(
+                f"no stage finished a step within {self._deadlines.step:g} s (deadlines.step); stage {stage} is the "
+                "first that has one. Its ranks' logs say what they do"
+            )
+
+    def _give_up(self, caller: _Caller) -> None:
+        """Its first step did not come in time."""
+        seconds = self._deadlines.queue
+        self._fail(
+            caller,
+            DeadlinePassed(
+                f"the request waited {seconds:g} s for pages and its turn (deadlines.queue): "
+                f"{self.scheduler.num_running} requests run and {self.scheduler.num_queued} wait. Try again later, or "
+                "add a group."
+            ),
+        )
+
     def _scheduled(self, caller: _Caller) -> None:
+        if caller.patience is not None:
+            caller.patience.cancel()
         caller.scheduled_at = caller.last_chunk_at = time.monotonic()
         metrics.QUEUE_SECONDS.observe(caller.scheduled_at - caller.queued_at)
-        num_chunks = self.scheduler.num_chunks(caller.request)
+        num_chunks = caller.request.num_chunks
         caller.tell(scheduled=prefill_pb2.PrefillScheduled(num_chunks=num_chunks))
         self._log(caller.request).event(Event.SCHEDULED, num_chunks=num_chunks)
 
-    def _step_done(self, done: worker_pb2.StepDone) -> None:
+    def _stage_done(self, stage: int, done: worker_pb2.StepDone) -> None:
         now = time.monotonic()
+        step, _ = self._given.pop((stage, done.sequence))
+        self._expect_progress()
+        computed = [(chunk.start, chunk.end - chunk.start) for chunk in step.chunks if not chunk.void]
+        if computed:
+            self.cost.add(stage, computed, done.compute_seconds)
+            self.history.ran(StageRun(stage, step, now - done.compute_seconds, now))
+            metrics.STAGE_SECONDS.labels(stage).inc(done.compute_seconds)
+            error = self.cost.stages[stage].error
+            if error is not None:
+                metrics.COST_ERROR.labels(stage).observe(error)
+        metrics.STAGE_WAIT_SECONDS.labels(stage).inc(done.wait_seconds)
+        self._finish_chunks(self.scheduler.step_done(stage, done.sequence), done, now)
+        self._advance()
+
+    def _finish_chunks(self, chunks: Sequence[worker_pb2.Chunk], done: worker_pb2.StepDone, now: float) -> None:
+        """The last stage has computed a step."""
         sampled = {token.request_id: token.token_id for token in done.sampled}
-        for chunk in self.scheduler.step_done(done.sequence):
+        for chunk in chunks:
+            if chunk.void or (chunk.last and chunk.request_id not in sampled):
+                # Cancelled before, or while, the last stage had it.
+                continue
             metrics.TOKENS.inc(chunk.end - chunk.start)
+            metrics.CHUNK_TOKENS.observe(chunk.end - chunk.start)
             caller = self._callers.get(chunk.request_id)
             if caller is None:
                 continue
@@ -217,7 +314,6 @@ class Leader:
                 metrics.PREFILL_SECONDS.observe(now - caller.scheduled_at)
                 self._log(caller.request).event(Event.FIRST_TOKEN_SAMPLED, token=sampled[chunk.request_id])
             caller.last_chunk_at = now
-        self._advance()
 
     def _released(self, rank: int, released: worker_pb2.Released) -> None:
         caller = self._callers.get(released.request_id)
@@ -227,9 +323,7 @@ class Leader:
         over = self.scheduler.released(released.request_id, rank, released.attempt)
         if not over:
             return
-        if self._links is not None:
-            for entry in over:
-                self._links.append(entry)
+        self._append(over)
         if self.scheduler.num_running == 0:
             self.scheduler.pool.check()
         if caller is not None:
@@ -247,8 +341,10 @@ class Leader:
         """The caller is gone: answered, or cancelled while the request still runs."""
         request_id = caller.request.request_id
         self._callers.pop(request_id, None)
-        if caller.hold is not None:
-            caller.hold.cancel()
+        self.history.end(request_id)
+        for timer in (caller.hold, caller.patience):
+            if timer is not None:
+                timer.cancel()
         if caller.error is not None:
             self._log(caller.request).event(Event.FAILED, error=str(caller.error))
             metrics.REQUESTS.labels(type(caller.error).__name__).inc()
@@ -262,9 +358,7 @@ class Leader:
         """Ends a request on every rank. False when there was nothing left to end."""
         queued = self.scheduler.num_queued
         gone, entries = self.scheduler.cancel(request_id)
-        if self._links is not None:
-            for entry in entries:
-                self._links.append(entry)
+        self._append(entries)
         self._advance()
         return not gone or self.scheduler.num_queued < queued
 

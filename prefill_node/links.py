@@ -16,7 +16,7 @@ from typing import Any
 
 from headwater.errors import DeadlinePassed, InvalidConfig, PeerUnavailable, StalePeer
 from headwater.lifecycle import get_logger
-from headwater.v1 import worker_pb2, worker_pb2_grpc
+from headwater.v1 import worker_pb2
 
 log = get_logger(__name__)
 
@@ -24,7 +24,7 @@ Entry = (
     worker_pb2.Rendezvous
     | worker_pb2.OpenRequest
     | worker_pb2.Step
-    | worker_pb2.CloseRequest
+    | worker_pb2.AbortRequest
     | worker_pb2.RedirectDelivery
     | worker_pb2.ForgetRequest
     | worker_pb2.Shutdown
@@ -33,7 +33,7 @@ _FIELDS: dict[type, str] = {
     worker_pb2.Rendezvous: "rendezvous",
     worker_pb2.OpenRequest: "open",
     worker_pb2.Step: "step",
-    worker_pb2.CloseRequest: "close",
+    worker_pb2.AbortRequest: "abort",
     worker_pb2.RedirectDelivery: "redirect",
     worker_pb2.ForgetRequest: "forget",
     worker_pb2.Shutdown: "shutdown",
@@ -78,7 +78,7 @@ class WorkerLinks:
         self._configs = configs
         self._local_ranks = local_ranks
         self._start_seconds = start_seconds
-        self._on_report = on_report
+        self.on_report = on_report
         self._on_lost = on_lost
         self._links: dict[int, _Link] = {}
         self._joined: dict[int, worker_pb2.Joined] = {}
@@ -87,6 +87,7 @@ class WorkerLinks:
         self._watchers: list[asyncio.Task[None]] = []
         self._changed = asyncio.Condition()
         self._lost = ""
+        self._losing: asyncio.Future[None] | None = None
         self._stopping = False
 
     @property
@@ -115,10 +116,12 @@ class WorkerLinks:
                 f"workers of other hosts with `headwater prefill worker --leader {address} --rank R`."
             ) from None
 
-    def append(self, entry: Entry) -> None:
-        """Adds an entry to every rank's log."""
-        for link in self._links.values():
-            link.append(worker_pb2.AttachResponse(**{_FIELDS[type(entry)]: entry}))  # type: ignore[arg-type]
+    def append(self, entry: Entry, stage: int | None = None) -> None:
+        """Adds an entry to the log of every rank, or of the ranks of one stage."""
+        tp = self._configs[0].tp
+        for rank, link in self._links.items():
+            if stage is None or rank // tp == stage:
+                link.append(worker_pb2.AttachResponse(**{_FIELDS[type(entry)]: entry}))  # type: ignore[arg-type]
 
     async def attach(
         self, requests: AsyncIterator[worker_pb2.AttachRequest]
@@ -149,7 +152,21 @@ class WorkerLinks:
             reading.cancel()
             if taking is not None:
                 taking.cancel()
-            await self._lose(rank, f"rank {rank} (process {link.pid} on {link.host}) left the group")
+            await self._lose(f"rank {rank} (process {link.pid} on {link.host}) left the group")
+
+    def lose(self, reason: str) -> None:
+        """The group cannot go on, though every worker is still attached."""
+        self._losing = asyncio.ensure_future(self._lose(reason))
+
+    async def kill(self) -> None:
+        """Ends this host's workers at once: their group is lost. Others end by themselves, with their stream."""
+        self._stopping = True
+        for task in self._watchers:
+            task.cancel()
+        for process in self._processes.values():
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
 
     async def stop(self, deadline_seconds: float) -> None:
         """Shuts every worker down; kills those of this host that do not end in time."""
@@ -180,7 +197,7 @@ class WorkerLinks:
     async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        await self._lose(rank, f"the worker process of rank {rank} ended ({how}); its log says why")
+        await self._lose(f"the worker process of rank {rank} ended ({how}); its log says why")
 
     async def _read(self, rank: int, requests: AsyncIterator[worker_pb2.AttachRequest]) -> None:
         async for report in requests:
@@ -189,9 +206,9 @@ class WorkerLinks:
             elif report.HasField("ready"):
                 await self._note(self.ready, rank, report.ready)
             elif report.HasField("failed"):
-                await self._lose(rank, f"rank {rank}: {report.failed.error}")
+                await self._lose(f"rank {rank}: {report.failed.error}")
             else:
-                self._on_report(rank, report)
+                self.on_report(rank, report)
 
     async def _note(
         self, table: dict[int, worker_pb2.Joined] | dict[int, worker_pb2.Ready], rank: int, what: object
@@ -200,10 +217,10 @@ class WorkerLinks:
             table[rank] = what  # type: ignore[assignment]
             self._changed.notify_all()
 
-    async def _lose(self, rank: int, reason: str) -> None:
+    async def _lose(self, reason: str) -> None:
         if self._stopping or self._lost:
             return
-        log.error("worker lost", worker=rank, reason=reason)
+        log.error("the group is lost", reason=reason)
         async with self._changed:
             self._lost = reason
             self._changed.notify_all()
@@ -214,15 +231,3 @@ class WorkerLinks:
             await self._changed.wait_for(lambda: bool(self._lost) or condition())
         if self._lost:
             raise PeerUnavailable(f"the group cannot start: {self._lost}")
-
-
-class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """`WorkerService` over `WorkerLinks`."""
-
-    def __init__(self, links: WorkerLinks) -> None:
-        self._links = links
-
-    def Attach(  # noqa: N802 - gRPC's name
-        self, request_iterator: AsyncIterator[worker_pb2.AttachRequest], context: object
-    ) -> AsyncIterator[worker_pb2.AttachResponse]:
-        return self._links.attach(request_iterator)

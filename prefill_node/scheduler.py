@@ -1,14 +1,22 @@
-"""Which chunks go through the pipeline next.
+"""Which chunks go through the pipeline next, and which stage may have them.
 
-Pure: requests in, log entries out; no clock, no I/O, no torch. The leader sends the entries, in order, to
-every worker.
+Pure: requests in, log entries out; no I/O, no torch, an injected clock. The leader sends the entries, in order, to the
+workers they are for; the simulator plays the workers.
 
     queued ──pages──▶ running ──last chunk planned, or cancelled──▶ closing ──all ranks released──▶ gone
        └──pages──▶ fetching ──all ranks have what was verified──▲
 
-Pages are taken for the whole prompt at once, so running requests never wait for each other's pages. They are
+*Pages* are taken for the whole prompt at once, so running requests never wait for each other's pages. They are
 given back only when every rank has released the request: computed, written and quiesced. Until then its KV can
 be redirected, and then every rank has to release it once more.
+
+*Turns.* A step is one chunk of the request whose turn it is, joined by last chunks of others that fit. The turn goes to
+the highest priority, and there to the request with the least work left, where a second of waiting counts as a second of
+work less; but whoever has waited for `max_wait` goes before all. Pages are given out by the same rule.
+
+*Stages.* A step is planned when the first stage has room for it, and given to each further stage when that one has:
+`1 + look_ahead` steps that it has not computed. What is decided meanwhile counts: the chunks of a cancelled request are
+void for every stage that does not have them yet.
 """
 
 from __future__ import annotations
@@ -16,19 +24,29 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 from headwater.errors import CapacityError, DuplicateTransfer, InvalidRequest, StalePeer
 from headwater.v1 import common_pb2, worker_pb2
+from prefill_node.chunking import ChunkPolicy
 from prefill_node.pages import PagePool
 
-Entry = (
+LogEntry = (
     worker_pb2.OpenRequest
     | worker_pb2.Step
-    | worker_pb2.CloseRequest
+    | worker_pb2.AbortRequest
     | worker_pb2.RedirectDelivery
     | worker_pb2.ForgetRequest
 )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """An addition to the log of the ranks of one stage, or of all ranks (None)."""
+
+    entry: LogEntry
+    stage: int | None = None
 
 
 class RequestState(enum.Enum):
@@ -48,9 +66,16 @@ class Request:
     token_ids: Sequence[int]
     sampling: common_pb2.SamplingParams
     grant: common_pb2.Grant | None
+    priority: int = 0
     # ---
     state: RequestState = RequestState.QUEUED
+    # Where the chunks that are not planned yet end, and what they and those after them take in seconds.
+    ends: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
+    seconds_left: collections.deque[float] = dataclasses.field(default_factory=collections.deque)
+    num_chunks: int = 0
     next_token: int = 0
+    # When it came, or got its latest chunk.
+    served_at: float = 0.0
     fetching_ranks: set[int] = dataclasses.field(default_factory=set)
     holding_ranks: set[int] = dataclasses.field(default_factory=set)
     cancelled: bool = False
@@ -70,39 +95,61 @@ class Request:
         return self.grant.attempt if self.grant is not None else 0
 
 
-class Scheduler:
-    """Fixed-size chunks, round robin over the running requests.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a scheduler.
 
-    A step takes the next whole chunk of one request, and then those of others that still fit the budget of
-    one chunk, so short prompts and tails share steps.
+    Attributes:
+        step_tokens: most tokens of a step.
+        look_ahead: steps beyond the one being computed that a stage may have.
+        max_running: requests with pages.
+        max_queued: requests without.
+        max_wait_seconds: after this long without a chunk a request goes before all others.
+    """
+
+    step_tokens: int
+    look_ahead: int
+    max_running: int
+    max_queued: int
+    max_wait_seconds: float
+
+
+class Scheduler:
+    """Decides for one group of `num_stages` stages and `world_size` ranks.
 
     Args:
-        max_in_flight: steps sent and not yet done: the pipeline's depth and some look-ahead.
-        world_size: ranks that must release a request.
+        cuts: where the chunks of a prompt end.
+        seconds: predicted time of a chunk, of (prefix, count), on the slowest stage.
+        clock: seconds, monotonic.
     """
 
     def __init__(
         self,
         pool: PagePool,
         *,
-        chunk_tokens: int,
-        max_in_flight: int,
-        max_running: int,
-        max_queued: int,
+        num_stages: int,
         world_size: int,
+        limits: Limits,
+        cuts: ChunkPolicy,
+        seconds: Callable[[int, int], float],
+        clock: Callable[[], float],
     ) -> None:
         self.pool = pool
-        self.chunk_tokens = chunk_tokens
-        self._max_in_flight = max_in_flight
-        self._max_running = max_running
-        self._max_queued = max_queued
+        self.limits = limits
+        self._num_stages = num_stages
         self._world_size = world_size
-        self._queue: collections.deque[Request] = collections.deque()
-        # Requests with pages; those with chunks left to plan are in turn order at the front of `_turns`.
+        self._cuts = cuts
+        self._seconds = seconds
+        self._clock = clock
+        self._queue: list[Request] = []
+        # Requests with pages, and of those the ones with chunks left to plan.
         self._active: dict[str, Request] = {}
-        self._turns: collections.deque[Request] = collections.deque()
+        self._turns: list[Request] = []
+        # Steps that the last stage has not computed, oldest first, and how many of all steps each stage was given
+        # and has computed.
         self._in_flight: collections.deque[worker_pb2.Step] = collections.deque()
-        self._next_sequence = 0
+        self._given = [0] * num_stages
+        self._done = [0] * num_stages
 
     @property
     def num_queued(self) -> int:
@@ -116,8 +163,16 @@ class Scheduler:
     def steps_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def num_chunks(self, request: Request) -> int:
-        return -(-(request.num_tokens - request.first_token) // self.chunk_tokens)
+    def begin_at(self, sequence: int) -> None:
+        """The workers have computed steps before `sequence` already, which were not planned here."""
+        self._given = [sequence] * self._num_stages
+        self._done = [sequence] * self._num_stages
+
+    @property
+    def backlog_seconds(self) -> float:
+        """Predicted time of everything that is queued or not yet planned."""
+        planned = sum(request.seconds_left[0] for request in self._turns)
+        return planned + sum(request.seconds_left[0] for request in self._queue)
 
     def submit(self, request: Request) -> None:
         """Queues a request.
@@ -138,12 +193,19 @@ class Scheduler:
                 f"the grant calls {request.first_token} tokens verified, and the prompt has {request.num_tokens}: at "
                 "least the last one must be computed."
             )
-        if len(self._queue) >= self._max_queued:
+        if len(self._queue) >= self.limits.max_queued:
             raise CapacityError(
                 f"{len(self._queue)} requests are waiting (max_queued_requests). Try again later or add a group."
             )
         if request.request_id in self._active or any(r.request_id == request.request_id for r in self._queue):
             raise DuplicateTransfer(f"request {request.request_id} is already here.")
+        ends = self._cuts(request.first_token, request.num_tokens)
+        times = [self._seconds(start, end - start) for start, end in itertools.pairwise((request.first_token, *ends))]
+        request.ends = collections.deque(ends)
+        request.seconds_left = collections.deque(reversed(list(itertools.accumulate(reversed(times)))))
+        request.num_chunks = len(ends)
+        request.next_token = request.first_token
+        request.served_at = self._clock()
         self._queue.append(request)
 
     def cancel(self, request_id: str) -> tuple[bool, list[Entry]]:
@@ -159,30 +221,38 @@ class Scheduler:
             self._turns.remove(cancelled)
         cancelled.state = RequestState.CLOSING
         cancelled.cancelled = True
-        return False, [worker_pb2.CloseRequest(request_id=request_id, abort=True)]
+        for step in self._in_flight:
+            for chunk in step.chunks:
+                chunk.void |= chunk.request_id == request_id
+        return False, [Entry(worker_pb2.AbortRequest(request_id=request_id))]
 
     def plan(self) -> list[Entry]:
         """Everything that may be sent to the workers now, in order."""
         entries: list[Entry] = []
-        while self._queue and len(self._active) < self._max_running:
-            request = self._queue[0]
-            if self.pool.pages_for(request.num_tokens) > self.pool.free_pages:
+        now = self._clock()
+        while self._queue and len(self._active) < self.limits.max_running:
+            request = self._next_admission(now)
+            if request is None:
                 break
-            self._queue.popleft()
-            entries.append(self._admit(request))
-        while self._turns and len(self._in_flight) < self._max_in_flight:
-            step, finished = self._next_step()
-            self._in_flight.append(step)
-            entries.append(step)
-            entries += [worker_pb2.CloseRequest(request_id=request.request_id, abort=False) for request in finished]
+            self._queue.remove(request)
+            entries.append(Entry(self._admit(request)))
+        most = self._num_stages + self.limits.look_ahead
+        while self._turns and self._has_room(0) and len(self._in_flight) < most:
+            self._in_flight.append(self._next_step(now))
+            entries.append(self._give(0))
+        for stage in range(1, self._num_stages):
+            while self._given[stage] < self._given[stage - 1] and self._has_room(stage):
+                entries.append(self._give(stage))
         return entries
 
-    def step_done(self, sequence: int) -> list[worker_pb2.Chunk]:
-        """The last stage has computed a step. Returns its chunks."""
-        step = self._in_flight.popleft()
-        if step.sequence != sequence:
-            raise AssertionError(f"step {sequence} was reported done, step {step.sequence} is the oldest")
-        return list(step.chunks)
+    def step_done(self, stage: int, sequence: int) -> list[worker_pb2.Chunk]:
+        """A stage has computed a step. Returns the step's chunks when it was the last stage."""
+        if sequence != self._done[stage]:
+            raise AssertionError(f"stage {stage} says step {sequence} is done; step {self._done[stage]} is the oldest")
+        self._done[stage] += 1
+        if stage < self._num_stages - 1:
+            return []
+        return list(self._in_flight.popleft().chunks)
 
     def fetched(self, request_id: str, rank: int) -> None:
         """A rank has its share of what was verified. The last one makes the request run."""
@@ -215,7 +285,7 @@ class Scheduler:
             )
         request.grant = grant
         request.holding_ranks = set(range(self._world_size))
-        return [worker_pb2.RedirectDelivery(request_id=request_id, grant=grant)]
+        return [Entry(worker_pb2.RedirectDelivery(request_id=request_id, grant=grant))]
 
     def released(self, request_id: str, rank: int, attempt: int) -> list[Entry]:
         """A rank has nothing of this attempt under way any more. When it was the last one the pages are free, and
@@ -229,12 +299,28 @@ class Scheduler:
             return []
         del self._active[request_id]
         self.pool.give_back(request_id)
-        return [worker_pb2.ForgetRequest(request_id=request_id)]
+        return [Entry(worker_pb2.ForgetRequest(request_id=request_id))]
+
+    def _turn(self, request: Request, now: float) -> tuple[float, ...]:
+        """Who has the least goes first."""
+        waited = now - request.served_at
+        if waited >= self.limits.max_wait_seconds:
+            return (0.0, -waited)
+        return (1.0, -request.priority, request.seconds_left[0] - waited)
+
+    def _next_admission(self, now: float) -> Request | None:
+        """The request that gets pages now, if any does."""
+        for request in sorted(self._queue, key=lambda waiting: self._turn(waiting, now)):
+            if self.pool.pages_for(request.num_tokens) <= self.pool.free_pages:
+                return request
+            if now - request.served_at >= self.limits.max_wait_seconds:
+                # Pages that come back are kept for it.
+                return None
+        return None
 
     def _admit(self, request: Request) -> worker_pb2.OpenRequest:
         pages = self.pool.take(request.request_id, request.num_tokens)
         request.holding_ranks = set(range(self._world_size))
-        request.next_token = request.first_token
         self._active[request.request_id] = request
         if request.first_token:
             request.state = RequestState.FETCHING
@@ -250,30 +336,41 @@ class Scheduler:
             grant=request.grant,
         )
 
-    def _next_step(self) -> tuple[worker_pb2.Step, list[Request]]:
-        step = worker_pb2.Step(sequence=self._next_sequence)
-        self._next_sequence += 1
-        budget = self.chunk_tokens
-        finished: list[Request] = []
-        # Whoever got no room keeps its place before those that did.
-        passed_over: list[Request] = []
-        served: list[Request] = []
-        while self._turns:
-            request = self._turns.popleft()
-            count = min(self.chunk_tokens, request.num_tokens - request.next_token)
-            if count > budget:
-                passed_over.append(request)
-                continue
-            budget -= count
-            start, end = request.next_token, request.next_token + count
-            request.next_token = end
-            last = end == request.num_tokens
+    def _has_room(self, stage: int) -> bool:
+        return self._given[stage] - self._done[stage] <= self.limits.look_ahead
+
+    def _give(self, stage: int) -> Entry:
+        """The next step for a stage, as things stand now."""
+        planned = self._in_flight[self._given[stage] - self._done[-1]]
+        self._given[stage] += 1
+        step = worker_pb2.Step()
+        step.CopyFrom(planned)
+        for chunk in step.chunks:
+            if stage or chunk.void:
+                del chunk.token_ids[:]
+        return Entry(step, stage)
+
+    def _next_step(self, now: float) -> worker_pb2.Step:
+        step = worker_pb2.Step(sequence=self._given[0])
+        self._turns.sort(key=lambda request: self._turn(request, now))
+        first = self._turns[0]
+        budget = self.limits.step_tokens - (first.ends[0] - first.next_token)
+        chosen = [first]
+        # Only what ends with this step joins it: the chunks of long prompts would make it longer for those.
+        for request in self._turns[1:]:
+            count = request.ends[0] - request.next_token
+            if len(request.ends) == 1 and count <= budget:
+                budget -= count
+                chosen.append(request)
+        for request in chosen:
+            start, end = request.next_token, request.ends.popleft()
+            request.seconds_left.popleft()
+            request.next_token, request.served_at = end, now
             token_ids = request.token_ids[start:end]
-            step.chunks.add(request_id=request.request_id, start=start, end=end, token_ids=token_ids, last=last)
-            if last:
+            step.chunks.add(
+                request_id=request.request_id, start=start, end=end, token_ids=token_ids, last=not request.ends
+            )
+            if not request.ends:
                 request.state = RequestState.CLOSING
-                finished.append(request)
-            else:
-                served.append(request)
-        self._turns.extend([*passed_over, *served])
-        return step, finished
+                self._turns.remove(request)
+        return step

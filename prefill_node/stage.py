@@ -126,6 +126,10 @@ class Stage:
         hidden: torch.Tensor = self._base(**arguments).last_hidden_state[0]
         return hidden
 
+    def empty(self, num_tokens: int) -> torch.Tensor:
+        """Hidden states [T, hidden] that mean nothing."""
+        return torch.zeros(num_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
+
     def _find_base(self) -> nn.Module:
         base = getattr(self.model, self.model.base_model_prefix, None)
         plan = getattr(self.model.config, "base_model_pp_plan", None)

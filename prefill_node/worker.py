@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -83,47 +84,68 @@ class StepRunner:
         """Posts the receive of a step that will be run next."""
         self._pipeline.post(sum(chunk.end - chunk.start for chunk in step.chunks))
 
-    def run(self, step: worker_pb2.Step) -> list[worker_pb2.SampledToken]:
-        """Runs a step that was expected. Returns what the sampling rank sampled."""
-        chunks = self._place_chunks(step)
-        if self._place.previous is None:
-            source = torch.tensor(
-                [token for chunk in step.chunks for token in chunk.token_ids], device=self._stage.device
-            )
-        else:
-            source = self._pipeline.take()
+    def run(self, step: worker_pb2.Step) -> worker_pb2.StepDone:
+        """Runs a step that was expected. Chunks that are void keep their place and are not computed."""
+        asked = time.perf_counter()
+        hidden = self._pipeline.take() if self._place.previous is not None else None
         started = time.perf_counter()
-        for chunk in chunks:
-            log.event(Event.CHUNK_STARTED, request=chunk.request_id, tokens=[chunk.tokens.start, chunk.tokens.end])
-        positions = torch.cat(
-            [torch.arange(chunk.tokens.start, chunk.tokens.end, device=self._stage.device) for chunk in chunks]
-        )
-        ending = [chunk for chunk, planned in zip(chunks, step.chunks, strict=True) if planned.last]
-        logits_of = [chunk.offset + len(chunk.tokens) - 1 for chunk in ending]
-        result = self._stage.forward(source, positions, self._pool, chunks, logits_of)
+        done = worker_pb2.StepDone(sequence=step.sequence, wait_seconds=started - asked)
+        planned = [chunk for chunk in step.chunks if not chunk.void]
+        chunks = self._place_chunks(planned)
+        ending = [placed for placed, chunk in zip(chunks, planned, strict=True) if chunk.last]
+        result = self._forward(step, chunks, ending, hidden)
         if self._place.following is not None:
             self._pipeline.send(result)
         if self._stage.device.type == "cuda":
             # KV may leave only after the kernels that fill it are done.
             torch.cuda.current_stream().synchronize()
-        metrics.STEP_SECONDS.observe(time.perf_counter() - started)
+        done.compute_seconds = time.perf_counter() - started
+        metrics.STEP_SECONDS.observe(done.compute_seconds)
         for chunk in chunks:
             log.event(Event.CHUNK_COMPUTED, request=chunk.request_id, tokens=[chunk.tokens.start, chunk.tokens.end])
             self._computed(chunk.request_id, chunk.tokens)
-        if not self._place.samples:
-            return []
-        return [
-            worker_pb2.SampledToken(
-                request_id=chunk.request_id,
-                token_id=sample(logits, self._requests[chunk.request_id].sampling, chunk.tokens.end),
-            )
-            for chunk, logits in zip(ending, result if ending else [], strict=True)
-        ]
+        if self._place.samples:
+            for chunk, logits in zip(ending, result if ending else [], strict=True):
+                token = sample(logits, self._requests[chunk.request_id].sampling, chunk.tokens.end)
+                done.sampled.add(request_id=chunk.request_id, token_id=token)
+        return done
 
-    def _place_chunks(self, step: worker_pb2.Step) -> list[PlacedChunk]:
+    def _forward(
+        self, step: worker_pb2.Step, chunks: list[PlacedChunk], ending: list[PlacedChunk], hidden: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Hidden states of all tokens of the step (void ones have any); on the last stage, logits of `ending`."""
+        num_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
+        device = self._stage.device
+        if not chunks:
+            return self._stage.empty(num_tokens)
+        # Where in the step the tokens are that are computed; None: everywhere.
+        rows = self._rows(step) if any(chunk.void for chunk in step.chunks) else None
+        for chunk in chunks:
+            log.event(Event.CHUNK_STARTED, request=chunk.request_id, tokens=[chunk.tokens.start, chunk.tokens.end])
+        positions = torch.cat([torch.arange(chunk.tokens.start, chunk.tokens.end, device=device) for chunk in chunks])
+        if hidden is None:
+            tokens = [token for chunk in step.chunks for token in chunk.token_ids]
+            source = torch.tensor(tokens, device=device)
+        else:
+            source = hidden if rows is None else hidden[rows]
+        logits_of = [chunk.offset + len(chunk.tokens) - 1 for chunk in ending]
+        result = self._stage.forward(source, positions, self._pool, chunks, logits_of)
+        if rows is None or self._place.following is None:
+            return result
+        whole = self._stage.empty(num_tokens)
+        whole[rows] = result
+        return whole
+
+    def _rows(self, step: worker_pb2.Step) -> torch.Tensor:
+        kept = [
+            torch.full((chunk.end - chunk.start,), not chunk.void, device=self._stage.device) for chunk in step.chunks
+        ]
+        return torch.cat(kept).nonzero().squeeze(1)
+
+    def _place_chunks(self, chunks: list[worker_pb2.Chunk]) -> list[PlacedChunk]:
         placed: list[PlacedChunk] = []
         offset = 0
-        for chunk in step.chunks:
+        for chunk in chunks:
             pages, tokens = self._requests[chunk.request_id].pages, Span(chunk.start, chunk.end)
             layout = self._pool.layout
             prefix_runs = layout.runs(pages, Span(0, chunk.start)) if chunk.start else []
@@ -139,7 +161,6 @@ class Worker:
         self._host = host
         self._rank = rank
         self._control = Control(leader, worker_pb2.Hello(rank=rank, host=host, pid=os.getpid()))
-        self._first_tokens: dict[str, int] = {}
 
     def run(self) -> None:
         """Returns after an orderly shutdown."""
@@ -264,26 +285,34 @@ class Worker:
                     if step.sequence > expected:
                         runner.expect(step)
                         expected = step.sequence
-                sampled = runner.run(entry.step)
-                self._first_tokens |= {token.request_id: token.token_id for token in sampled}
-                if place.samples:
-                    done = worker_pb2.StepDone(sequence=entry.step.sequence, sampled=sampled)
+                done = runner.run(entry.step)
+                if place.tensor_rank == 0:
                     self._control.report(worker_pb2.AttachRequest(step_done=done))
+                self._end_requests(entry.step, done, runner, deliveries)
             elif entry.HasField("shutdown"):
                 return
             else:
                 self._apply(entry, runner, deliveries)
+
+    def _end_requests(
+        self, step: worker_pb2.Step, done: worker_pb2.StepDone, runner: StepRunner, deliveries: Deliveries
+    ) -> None:
+        """What had its last chunk in this step is delivered to its end."""
+        tokens = {sampled.request_id: sampled.token_id for sampled in done.sampled}
+        for chunk in step.chunks:
+            if chunk.last and not chunk.void:
+                runner.close(chunk.request_id)
+                close = functools.partial(deliveries.close, chunk.request_id, tokens.get(chunk.request_id), abort=False)
+                self._control.call(close)
 
     def _apply(self, entry: worker_pb2.AttachResponse, runner: StepRunner, deliveries: Deliveries) -> None:
         """An entry about a request that computes nothing."""
         if entry.HasField("open"):
             runner.open(entry.open)
             self._control.call(deliveries.open, entry.open)
-        elif entry.HasField("close"):
-            request_id, abort = entry.close.request_id, entry.close.abort
-            runner.close(request_id)
-            token = self._first_tokens.pop(request_id, None)
-            self._control.call(lambda: deliveries.close(request_id, token, abort=abort))
+        elif entry.HasField("abort"):
+            runner.close(entry.abort.request_id)
+            self._control.call(lambda: deliveries.close(entry.abort.request_id, None, abort=True))
         elif entry.HasField("redirect"):
             self._control.call(deliveries.redirect, entry.redirect)
         elif entry.HasField("forget"):

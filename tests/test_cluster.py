@@ -30,6 +30,10 @@ def test_defaults() -> None:
                 tp=1,
                 layer_splits=None,
                 chunk_tokens=512,
+                chunk_policy="fixed",
+                chunk_smoothing=0.75,
+                look_ahead=1,
+                max_wait=10,
                 page_size=64,
                 pool_tokens=32768,
                 max_running_requests=16,
@@ -59,7 +63,16 @@ def test_defaults() -> None:
             ),
         ),
         deadlines=Deadlines(
-            reply=5, heartbeat=0.5, worker_start=600, step=600, write=30, acknowledge=60, lease=120, resume=10, stop=10
+            reply=5,
+            heartbeat=0.5,
+            worker_start=600,
+            step=600,
+            write=30,
+            acknowledge=60,
+            queue=600,
+            lease=120,
+            resume=10,
+            stop=10,
         ),
         log_level="info",
     )
@@ -112,7 +125,8 @@ REFUSED = [
     ),
     (
         "[deadlines]\nanswer = 1",
-        "deadlines: unknown key `answer`. Allowed: reply, heartbeat, worker_start, step, write, acknowledge, lease, "
+        "deadlines: unknown key `answer`. Allowed: reply, heartbeat, worker_start, step, write, acknowledge, queue, "
+        "lease, "
         "resume, stop.",
     ),
     ('[[prefill]]\nname = "p0"', f"prefill[0]: missing required key `address`. Allowed: {PREFILL_KEYS}."),

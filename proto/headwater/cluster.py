@@ -61,7 +61,17 @@ class Prefill(Struct, frozen=True, forbid_unknown_fields=True):
     tp: Positive = 1
     # First layer of each stage after the first; absent: as even as it goes, larger shares late.
     layer_splits: tuple[Positive, ...] | None = None
+    # Most tokens of a step: the size of "fixed" chunks, of the first of "dynamic" ones, and the most of "optimal" ones.
     chunk_tokens: Positive = 512
+    # "fixed": equal chunks. "dynamic": smaller ones as the prefix grows, so that each takes as long as the first.
+    # "optimal": the cuts that let the last stage be done soonest. The latter two measure the stages at the first start.
+    chunk_policy: Literal["fixed", "dynamic", "optimal"] = "fixed"
+    # How far "dynamic" follows the measured cost: 0 not at all, 1 all the way.
+    chunk_smoothing: Annotated[float, Meta(ge=0, le=1)] = 0.75
+    # Steps that a stage has beyond the one it computes. A cancelled request may cost each stage as many.
+    look_ahead: Annotated[int, Meta(ge=0, le=16)] = 1
+    # Seconds without a chunk after which a request goes before all others.
+    max_wait: Seconds = 10.0
     page_size: Positive = 64
     # Tokens whose KV fits the group's pool.
     pool_tokens: Positive = 32768
@@ -128,6 +138,8 @@ class Deadlines(Struct, frozen=True, forbid_unknown_fields=True):
     write: Seconds = 30.0
     # The receiver acknowledges a receipt, or grants a slot.
     acknowledge: Seconds = 60.0
+    # A request gets pages and its first step.
+    queue: Seconds = 600.0
     # A transfer's next chunk arrives; starts with its first chunk. Longer than a chunk takes to compute.
     lease: Seconds = 120.0
     # What was delivered (or was to be) is kept after the other group was lost, for another one to go on from.

@@ -11,121 +11,116 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from headwater.errors import CapacityError, DuplicateTransfer, InvalidRequest, StalePeer
 from headwater.v1 import common_pb2, worker_pb2
+from prefill_node.chunking import fixed
 from prefill_node.pages import PagePool
-from prefill_node.scheduler import Entry, Request, Scheduler
+from prefill_node.scheduler import Entry, Limits, LogEntry, Request, Scheduler
 
-CHUNK, PAGE, PAGES, IN_FLIGHT, WORLD = 8, 4, 12, 3, 2
+CHUNK, PAGE, PAGES, STAGES, WORLD, LOOK_AHEAD, MAX_WAIT = 8, 4, 12, 3, 6, 1, 20.0
 
 
-def make(max_queued: int = 100) -> Scheduler:
-    pool = PagePool(PAGES, PAGE)
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(max_queued: int = 100, stages: int = STAGES, clock: Clock | None = None) -> Scheduler:
     return Scheduler(
-        pool, chunk_tokens=CHUNK, max_in_flight=IN_FLIGHT, max_running=3, max_queued=max_queued, world_size=WORLD
+        PagePool(PAGES, PAGE),
+        num_stages=stages,
+        world_size=WORLD,
+        limits=Limits(CHUNK, LOOK_AHEAD, max_running=3, max_queued=max_queued, max_wait_seconds=MAX_WAIT),
+        cuts=lambda start, end: fixed.cuts(start, end, chunk_tokens=CHUNK, align=1),
+        seconds=lambda prefix, count: float(count),
+        clock=clock or Clock(),
     )
 
 
-def request(name: str, num_tokens: int, grant: common_pb2.Grant | None = None) -> Request:
-    return Request(name, list(range(num_tokens)), common_pb2.SamplingParams(), grant)
+def request(name: str, num_tokens: int, grant: common_pb2.Grant | None = None, priority: int = 0) -> Request:
+    return Request(name, list(range(num_tokens)), common_pb2.SamplingParams(), grant, priority)
 
 
 class Machine(RuleBasedStateMachine):
-    """Plays the workers: they process the log in order and release what is closed."""
+    """Plays the ranks: each stage applies its log in order, after the stage before, and releases what is over."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = make()
+        self.clock = Clock()
+        self.scheduler = make(clock=self.clock)
         self.names = iter(range(10_000))
         self.sizes: dict[str, int] = {}
         self.alive: set[str] = set()
-        self.steps: collections.deque[worker_pb2.Step] = collections.deque()
-        self.computed: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
+        # Of each stage: its log, and the number of steps that it has computed.
+        self.logs: list[collections.deque[LogEntry]] = [collections.deque() for _ in range(STAGES)]
+        self.num_done = [0] * STAGES
+        # What each stage has computed of each request, and whether it takes more.
+        self.computed: list[dict[str, list[tuple[int, int]]]] = [collections.defaultdict(list) for _ in range(STAGES)]
+        self.closed: list[set[str]] = [set() for _ in range(STAGES)]
+        # As the leader knows it, and as each stage's log has it so far.
         self.attempts: dict[str, int] = {}
+        self.attempts_of: list[dict[str, int]] = [{} for _ in range(STAGES)]
         # What was delivered by earlier attempts, and who has not fetched it yet.
         self.verified: dict[str, int] = {}
         self.to_fetch: list[tuple[str, int]] = []
         self.to_release: list[tuple[str, int, int]] = []
-        self.closed: set[str] = set()
         self.cancelled: set[str] = set()
-        self.forgotten: set[str] = set()
 
-    def apply(self, entries: list[Entry]) -> None:
-        for entry in entries:
-            if isinstance(entry, worker_pb2.Step):
-                self.on_step(entry)
-            elif isinstance(entry, worker_pb2.OpenRequest):
-                if self.verified[entry.request_id]:
-                    self.to_fetch += [(entry.request_id, rank) for rank in range(WORLD)]
-            elif isinstance(entry, worker_pb2.CloseRequest):
-                self.on_close(entry)
-            elif isinstance(entry, worker_pb2.RedirectDelivery):
-                name = entry.request_id
-                self.attempts[name] = entry.grant.attempt
-                if name in self.closed:
-                    self.to_release += [(name, rank, entry.grant.attempt) for rank in range(WORLD)]
-            else:
-                assert entry.request_id not in self.forgotten
-                self.forgotten.add(entry.request_id)
+    # --- the leader's side
 
-    def on_step(self, step: worker_pb2.Step) -> None:
-        assert sum(chunk.end - chunk.start for chunk in step.chunks) <= CHUNK
-        for chunk in step.chunks:
-            assert chunk.request_id not in self.closed
-            computed = self.computed[chunk.request_id]
-            assert chunk.start == (computed[-1][1] if computed else self.verified[chunk.request_id])
-            # Nothing is computed on top of what is not there.
-            assert not any(name == chunk.request_id for name, _ in self.to_fetch)
-            assert list(chunk.token_ids) == list(range(chunk.start, chunk.end))
-            assert chunk.last == (chunk.end == self.sizes[chunk.request_id])
-            computed.append((chunk.start, chunk.end))
-        self.steps.append(step)
-
-    def on_close(self, close: worker_pb2.CloseRequest) -> None:
-        name = close.request_id
-        if name in self.closed:
-            return
-        self.closed.add(name)
-        self.to_fetch = [waiting for waiting in self.to_fetch if waiting[0] != name]
-        self.to_release += [(name, rank, self.attempts[name]) for rank in range(WORLD)]
-        if not close.abort:
-            assert self.computed[name][-1][1] == self.sizes[name]
-
-    @rule(num_tokens=st.integers(1, PAGES * PAGE), attempt=st.integers(0, 2), verified=st.integers(0, PAGES * PAGE))
-    def submit(self, num_tokens: int, attempt: int, verified: int) -> None:
+    @rule(
+        num_tokens=st.integers(1, PAGES * PAGE),
+        attempt=st.integers(0, 2),
+        verified=st.integers(0, PAGES * PAGE),
+        priority=st.integers(0, 1),
+    )
+    def submit(self, num_tokens: int, attempt: int, verified: int, priority: int) -> None:
         name = f"r{next(self.names)}"
         self.sizes[name] = num_tokens
         self.attempts[name] = attempt
         self.verified[name] = min(verified, num_tokens - 1) if attempt > 1 else 0
         self.alive.add(name)
         grant = common_pb2.Grant(attempt=attempt, verified_tokens=self.verified[name]) if attempt else None
-        self.scheduler.submit(request(name, num_tokens, grant))
+        self.scheduler.submit(request(name, num_tokens, grant, priority))
 
-    @precondition(lambda self: self.to_fetch)
-    @rule(data=st.data())
-    def fetched(self, data: st.DataObject) -> None:
-        index = data.draw(st.integers(0, len(self.to_fetch) - 1))
-        self.scheduler.fetched(*self.to_fetch.pop(index))
+    @rule()
+    def plan(self) -> None:
+        before = {name: running.served_at for name, running in self.scheduler._active.items()}
+        turns = {running.request_id for running in self.scheduler._turns}
+        for entry in self.scheduler.plan():
+            if isinstance(entry.entry, worker_pb2.Step) and entry.stage == 0:
+                self.check_turn(entry.entry, before, turns)
+            self.append(entry)
+
+    def check_turn(self, step: worker_pb2.Step, served_at: dict[str, float], turns: set[str]) -> None:
+        """Bounded wait: whoever has waited too long goes before all who have waited less."""
+        assert sum(chunk.end - chunk.start for chunk in step.chunks) <= CHUNK
+        first = step.chunks[0].request_id
+        for name in turns - self.cancelled - {first}:
+            if first in served_at and self.clock.now - served_at[name] >= MAX_WAIT:
+                assert served_at[first] <= served_at[name]
+        for chunk in step.chunks:
+            served_at[chunk.request_id] = self.clock.now
+            if chunk.last:
+                turns.discard(chunk.request_id)
+            assert list(chunk.token_ids) == list(range(chunk.start, chunk.end))
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), attempt=st.integers(1, 5))
     def redirect(self, data: st.DataObject, attempt: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.alive)))
-        before = self.attempts[name]
+        grant = common_pb2.Grant(attempt=attempt)
         running = name in self.scheduler._active
-        if running and name not in self.cancelled and 0 < before < attempt:
-            self.apply(self.scheduler.redirect(name, common_pb2.Grant(attempt=attempt)))
+        if running and name not in self.cancelled and 0 < self.attempts[name] < attempt:
+            self.attempts[name] = attempt
+            for entry in self.scheduler.redirect(name, grant):
+                self.append(entry)
         else:
             with pytest.raises(StalePeer):
-                self.scheduler.redirect(name, common_pb2.Grant(attempt=attempt))
-
-    @rule()
-    def plan(self) -> None:
-        self.apply(self.scheduler.plan())
-
-    @precondition(lambda self: self.steps)
-    @rule()
-    def step_done(self) -> None:
-        step = self.steps.popleft()
-        assert list(self.scheduler.step_done(step.sequence)) == list(step.chunks)
+                self.scheduler.redirect(name, grant)
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
@@ -133,57 +128,246 @@ class Machine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.alive)))
         gone, entries = self.scheduler.cancel(name)
         self.cancelled.add(name)
-        self.apply(entries)
+        for entry in entries:
+            self.append(entry)
         if gone:
             self.alive.discard(name)
+
+    @rule(seconds=st.floats(0, MAX_WAIT))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    def append(self, entry: Entry) -> None:
+        if isinstance(entry.entry, worker_pb2.Step):
+            for chunk in entry.entry.chunks:
+                # No stage is given a chunk after it was told of the end.
+                assert chunk.void == (chunk.request_id in self.cancelled)
+        for stage, log in enumerate(self.logs):
+            if entry.stage in (None, stage):
+                log.append(entry.entry)
+
+    # --- the ranks' side
+
+    @precondition(lambda self: any(self.logs))
+    @rule(stage=st.integers(0, STAGES - 1), count=st.integers(1, 5))
+    def apply(self, stage: int, count: int) -> None:
+        for _ in range(count):
+            if not self.logs[stage]:
+                return
+            entry = self.logs[stage][0]
+            if isinstance(entry, worker_pb2.Step) and stage and self.num_done[stage - 1] == self.num_done[stage]:
+                # Its activations have not come.
+                return
+            self.logs[stage].popleft()
+            self.apply_one(stage, entry)
+
+    def apply_one(self, stage: int, entry: LogEntry) -> None:
+        if isinstance(entry, worker_pb2.Step):
+            self.compute(stage, entry)
+        elif isinstance(entry, worker_pb2.OpenRequest):
+            self.attempts_of[stage][entry.request_id] = entry.grant.attempt
+            if self.verified[entry.request_id]:
+                self.to_fetch += [(entry.request_id, rank) for rank in self.ranks(stage)]
+        elif isinstance(entry, worker_pb2.AbortRequest):
+            self.to_fetch = [one for one in self.to_fetch if one[0] != entry.request_id]
+            self.close(stage, entry.request_id)
+        elif isinstance(entry, worker_pb2.RedirectDelivery):
+            name = entry.request_id
+            self.attempts_of[stage][name] = entry.grant.attempt
+            if name in self.closed[stage]:
+                self.to_release += [(name, rank, entry.grant.attempt) for rank in self.ranks(stage)]
+        else:
+            assert entry.request_id in self.closed[stage]
+
+    def compute(self, stage: int, step: worker_pb2.Step) -> None:
+        assert step.sequence == self.num_done[stage]
+        assert self.num_done[stage] + len([e for e in self.logs[stage] if isinstance(e, worker_pb2.Step)]) < (
+            self.num_done[stage] + 1 + LOOK_AHEAD
+        )
+        for chunk in step.chunks:
+            name = chunk.request_id
+            assert bool(chunk.token_ids) == (stage == 0 and not chunk.void)
+            if chunk.void:
+                continue
+            computed = self.computed[stage][name]
+            assert name not in self.closed[stage]
+            assert chunk.start == (computed[-1][1] if computed else self.verified[name])
+            # Nothing is computed on top of what is not there.
+            assert not any(waiting == name for waiting, _ in self.to_fetch)
+            assert chunk.last == (chunk.end == self.sizes[name])
+            computed.append((chunk.start, chunk.end))
+            if chunk.last:
+                self.close(stage, name)
+        self.num_done[stage] += 1
+        chunks = self.scheduler.step_done(stage, step.sequence)
+        assert [(c.request_id, c.end) for c in chunks] == (
+            [(c.request_id, c.end) for c in step.chunks] if stage == STAGES - 1 else []
+        )
+
+    def close(self, stage: int, name: str) -> None:
+        if name not in self.closed[stage]:
+            self.closed[stage].add(name)
+            self.to_release += [(name, rank, self.attempts_of[stage][name]) for rank in self.ranks(stage)]
+
+    @staticmethod
+    def ranks(stage: int) -> range:
+        return range(stage * WORLD // STAGES, (stage + 1) * WORLD // STAGES)
+
+    @precondition(lambda self: self.to_fetch)
+    @rule(data=st.data())
+    def fetched(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.to_fetch) - 1))
+        self.scheduler.fetched(*self.to_fetch.pop(index))
 
     @precondition(lambda self: self.to_release)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.to_release) - 1))
-        name, rank, attempt = self.to_release.pop(index)
-        self.release_one(name, rank, attempt)
+        self.release_one(*self.to_release.pop(index))
 
     def release_one(self, name: str, rank: int, attempt: int) -> None:
         over = self.scheduler.released(name, rank, attempt)
-        self.apply(over)
+        for entry in over:
+            self.append(entry)
         if over:
             self.alive.discard(name)
-            assert not any(waiting[0] == name for waiting in self.to_release if waiting[2] == self.attempts[name])
 
     @invariant()
     def bounded_and_balanced(self) -> None:
         self.scheduler.pool.check()
-        assert self.scheduler.steps_in_flight == len(self.steps) <= IN_FLIGHT
+        assert self.scheduler.steps_in_flight <= STAGES + LOOK_AHEAD
         assert self.scheduler.num_running <= 3
 
     def teardown(self) -> None:
         """Everything that was accepted ends, and nothing is left."""
         for _ in range(10_000):
-            self.apply(self.scheduler.plan())
-            while self.steps:
-                self.step_done()
+            self.clock.now += 1.0
+            self.plan()
+            for stage in range(STAGES):
+                self.apply(stage, 1000)
             while self.to_fetch:
                 self.scheduler.fetched(*self.to_fetch.pop())
             while self.to_release:
                 self.release_one(*self.to_release.pop())
-            if not self.scheduler.num_running and not self.scheduler.num_queued:
+            if not self.scheduler.num_running and not self.scheduler.num_queued and not any(self.logs):
                 break
         assert (self.scheduler.num_running, self.scheduler.num_queued) == (0, 0)
+        assert self.scheduler.steps_in_flight == 0
         assert self.scheduler.pool.free_pages == PAGES
+        for name, size in self.sizes.items():
+            if name not in self.cancelled:
+                for computed in self.computed:
+                    assert computed[name][-1][1] == size
 
 
-Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestScheduler = Machine.TestCase
 
 
-def test_requests_take_turns_and_tails_share_a_step() -> None:
-    scheduler = make()
+def steps_of(entries: list[Entry], stage: int = 0) -> list[list[tuple[str, int, int]]]:
+    return [
+        [(chunk.request_id, chunk.start, chunk.end) for chunk in entry.entry.chunks]
+        for entry in entries
+        if isinstance(entry.entry, worker_pb2.Step) and entry.stage == stage
+    ]
+
+
+def drain(scheduler: Scheduler, clock: Clock, seconds: float = 1.0) -> list[list[tuple[str, int, int]]]:
+    """Steps of a one-stage scheduler, each done before the next is asked for."""
+    steps = []
+    sequence = 0
+    while new := steps_of(scheduler.plan()):
+        steps += new
+        for _ in new:
+            clock.now += seconds
+            scheduler.step_done(0, sequence)
+            sequence += 1
+    return steps
+
+
+def test_the_least_work_left_goes_first_and_prompts_that_end_share_a_step() -> None:
+    clock = Clock()
+    scheduler = make(stages=1, clock=clock)
     scheduler.submit(request("long", 20))
     scheduler.submit(request("short", 3))
-    steps = [entry for entry in scheduler.plan() if isinstance(entry, worker_pb2.Step)]
-    spans = [[(chunk.request_id, chunk.start, chunk.end) for chunk in step.chunks] for step in steps]
-    assert spans == [[("long", 0, 8)], [("short", 0, 3)], [("long", 8, 16)]]
+    scheduler.submit(request("brief", 4))
+    assert drain(scheduler, clock)[:2] == [[("short", 0, 3), ("brief", 0, 4)], [("long", 0, 8)]]
+
+
+def test_s12_a_long_prompt_delays_a_short_one_by_no_more_than_what_the_first_stage_has() -> None:
+    """S12: one long prompt owns every chunk. Here a stage is given the chunk that it computes and one more."""
+    scheduler = make()
+    scheduler.submit(request("long", 40))
+    assert steps_of(scheduler.plan()) == [[("long", 0, 8)], [("long", 8, 16)]]
+    scheduler.submit(request("short", 3))
+    assert steps_of(scheduler.plan()) == []
+    scheduler.step_done(0, 0)
+    assert steps_of(scheduler.plan()) == [[("short", 0, 3)]]
+
+
+def test_waiting_counts_and_is_bounded() -> None:
+    clock = Clock()
+    scheduler = make(stages=1, clock=clock)
+    scheduler.submit(request("long", 40))
+    order = []
+    for number in range(40):
+        if scheduler.num_queued + scheduler.num_running < 3:
+            scheduler.submit(request(f"s{number}", 8))
+        for step in steps_of(scheduler.plan()):
+            order += [(name, clock.now) for name, _, _ in step]
+            clock.now += 1
+            scheduler.step_done(0, len(order) - 1)
+            for rank in range(WORLD):
+                if step[0][0] != "long":
+                    scheduler.released(step[0][0], rank, 0)
+    served = [now for name, now in order if name == "long"]
+    assert len(served) >= 2
+    assert max(b - a for a, b in zip([0.0, *served], served, strict=False)) <= MAX_WAIT + 3
+
+
+def test_a_higher_priority_goes_first() -> None:
+    clock = Clock()
+    scheduler = make(stages=1, clock=clock)
+    scheduler.submit(request("short", 3))
+    scheduler.submit(request("urgent", 20, priority=1))
+    assert [step[0][0] for step in drain(scheduler, clock)] == ["urgent", "urgent", "urgent"]
+
+
+def test_pages_are_kept_for_a_large_prompt_that_has_waited_too_long() -> None:
+    clock = Clock()
+    scheduler = make(stages=1, clock=clock)
+    scheduler.submit(request("first", 8))
+    scheduler.plan()
+    scheduler.submit(request("large", PAGES * PAGE))
+    scheduler.submit(request("small", 4))
+    scheduler.plan()
+    assert (scheduler.num_queued, scheduler.num_running) == (1, 2)
+    clock.now = MAX_WAIT
+    scheduler.submit(request("late", 4))
+    scheduler.plan()
+    assert (scheduler.num_queued, scheduler.num_running) == (2, 2)
+
+
+def test_s11_a_cancel_takes_effect_on_every_stage_that_does_not_have_the_chunk() -> None:
+    """S11: a cancelled prompt runs to its end."""
+    scheduler = make()
+    scheduler.submit(request("r", 40))
+    scheduler.plan()
+    scheduler.step_done(0, 0)
+    assert steps_of(scheduler.plan()) == [[("r", 16, 24)]]
+    gone, entries = scheduler.cancel("r")
+    assert (gone, [entry.stage for entry in entries]) == (False, [None])
+    # The third stage has had room for two steps all along; the third step is void for the later stages.
+    given = []
+    for sequence in (0, 1, 2):
+        if sequence:
+            scheduler.step_done(0, sequence)
+        for stage in (1, 2):
+            scheduler.step_done(stage, sequence)
+            given += [entry for entry in scheduler.plan() if isinstance(entry.entry, worker_pb2.Step)]
+    assert [(entry.stage, entry.entry.sequence) for entry in given] == [(1, 2), (2, 2)]
+    assert all(chunk.void for entry in given for chunk in entry.entry.chunks)  # type: ignore[union-attr]
+    assert scheduler.steps_in_flight == 0
 
 
 def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers() -> None:

@@ -27,7 +27,10 @@ class PrefillRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     GRANT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    priority: _builtins.int
+    """Higher goes first; see the scheduler for how long lower ones wait at most."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -43,10 +46,11 @@ class PrefillRequest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         grant: _common_pb2.Grant | None = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_grant", b"_grant", "grant", b"grant", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grant", b"_grant", "grant", b"grant", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grant", b"_grant", "grant", b"grant", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grant: _TypeAlias = _typing.Literal["grant"]  # noqa: Y015
     _WhichOneofArgType__grant: _TypeAlias = _typing.Literal["_grant", b"_grant"]  # noqa: Y015
@@ -286,6 +290,9 @@ class DescribePrefillResponse(_message.Message):
     RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESSES_FIELD_NUMBER: _builtins.int
+    CHUNK_POLICY_FIELD_NUMBER: _builtins.int
+    COSTS_FIELD_NUMBER: _builtins.int
+    BACKLOG_SECONDS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     epoch: _builtins.str
     serving: _builtins.bool
@@ -299,6 +306,10 @@ class DescribePrefillResponse(_message.Message):
     queued_requests: _builtins.int
     running_requests: _builtins.int
     transport: _builtins.str
+    chunk_policy: _builtins.str
+    """"fixed", "dynamic" or "optimal"."""
+    backlog_seconds: _builtins.float
+    """What queued and running requests will still take, by those costs."""
     @_builtins.property
     def geometry(self) -> _common_pb2.Geometry: ...
     @_builtins.property
@@ -307,6 +318,10 @@ class DescribePrefillResponse(_message.Message):
 
     @_builtins.property
     def metrics_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageCost]:
+        """What a chunk costs on each stage; empty before anything was measured."""
+
     def __init__(
         self,
         *,
@@ -325,11 +340,165 @@ class DescribePrefillResponse(_message.Message):
         running_requests: _builtins.int = ...,
         transport: _builtins.str = ...,
         metrics_addresses: _abc.Iterable[_builtins.str] | None = ...,
+        chunk_policy: _builtins.str = ...,
+        costs: _abc.Iterable[Global___StageCost] | None = ...,
+        backlog_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "detail", b"detail", "epoch", b"epoch", "free_tokens", b"free_tokens", "geometry", b"geometry", "layer_boundaries", b"layer_boundaries", "metrics_addresses", b"metrics_addresses", "name", b"name", "pp", b"pp", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "serving", b"serving", "tp", b"tp", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_seconds", b"backlog_seconds", "capacity_tokens", b"capacity_tokens", "chunk_policy", b"chunk_policy", "chunk_tokens", b"chunk_tokens", "costs", b"costs", "detail", b"detail", "epoch", b"epoch", "free_tokens", b"free_tokens", "geometry", b"geometry", "layer_boundaries", b"layer_boundaries", "metrics_addresses", b"metrics_addresses", "name", b"name", "pp", b"pp", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "serving", b"serving", "tp", b"tp", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribePrefillResponse: _TypeAlias = DescribePrefillResponse  # noqa: Y015
+
+@_typing.final
+class StageCost(_message.Message):
+    """Seconds of a chunk of x tokens after L: base + per_prefix_token·L + per_token·x + per_pair·(2·L·x + x²)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: _builtins.int
+    PER_PREFIX_TOKEN_FIELD_NUMBER: _builtins.int
+    PER_TOKEN_FIELD_NUMBER: _builtins.int
+    PER_PAIR_FIELD_NUMBER: _builtins.int
+    base: _builtins.float
+    per_prefix_token: _builtins.float
+    per_token: _builtins.float
+    per_pair: _builtins.float
+    def __init__(
+        self,
+        *,
+        base: _builtins.float = ...,
+        per_prefix_token: _builtins.float = ...,
+        per_token: _builtins.float = ...,
+        per_pair: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "per_pair", b"per_pair", "per_prefix_token", b"per_prefix_token", "per_token", b"per_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageCost: _TypeAlias = StageCost  # noqa: Y015
+
+@_typing.final
+class TracePrefillRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TracePrefillRequest: _TypeAlias = TracePrefillRequest  # noqa: Y015
+
+@_typing.final
+class TracePrefillResponse(_message.Message):
+    """All times are seconds on the leader's clock since the request was queued."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_STAGES_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
+    num_stages: _builtins.int
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageSpan]:
+        """Chunks of the request, and those of others that were computed meanwhile."""
+
+    @_builtins.property
+    def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferSpan]: ...
+    def __init__(
+        self,
+        *,
+        num_stages: _builtins.int = ...,
+        stages: _abc.Iterable[Global___StageSpan] | None = ...,
+        transfers: _abc.Iterable[Global___TransferSpan] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_stages", b"num_stages", "stages", b"stages", "transfers", b"transfers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TracePrefillResponse: _TypeAlias = TracePrefillResponse  # noqa: Y015
+
+@_typing.final
+class StageSpan(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_START_FIELD_NUMBER: _builtins.int
+    TOKEN_END_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    sequence: _builtins.int
+    start: _builtins.float
+    end: _builtins.float
+    request_id: _builtins.str
+    token_start: _builtins.int
+    token_end: _builtins.int
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+        start: _builtins.float = ...,
+        end: _builtins.float = ...,
+        request_id: _builtins.str = ...,
+        token_start: _builtins.int = ...,
+        token_end: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "request_id", b"request_id", "sequence", b"sequence", "stage", b"stage", "start", b"start", "token_end", b"token_end", "token_start", b"token_start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageSpan: _TypeAlias = StageSpan  # noqa: Y015
+
+@_typing.final
+class TransferSpan(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    TOKEN_START_FIELD_NUMBER: _builtins.int
+    TOKEN_END_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    start: _builtins.float
+    end: _builtins.float
+    token_start: _builtins.int
+    token_end: _builtins.int
+    num_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        start: _builtins.float = ...,
+        end: _builtins.float = ...,
+        token_start: _builtins.int = ...,
+        token_end: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "num_bytes", b"num_bytes", "rank", b"rank", "start", b"start", "token_end", b"token_end", "token_start", b"token_start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferSpan: _TypeAlias = TransferSpan  # noqa: Y015

@@ -49,6 +49,11 @@ class PrefillServiceStub(object):
                 request_serializer=headwater_dot_v1_dot_prefill__pb2.DescribePrefillRequest.SerializeToString,
                 response_deserializer=headwater_dot_v1_dot_prefill__pb2.DescribePrefillResponse.FromString,
                 _registered_method=True)
+        self.TracePrefill = channel.unary_unary(
+                '/headwater.v1.PrefillService/TracePrefill',
+                request_serializer=headwater_dot_v1_dot_prefill__pb2.TracePrefillRequest.SerializeToString,
+                response_deserializer=headwater_dot_v1_dot_prefill__pb2.TracePrefillResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillServiceServicer(object):
@@ -76,6 +81,13 @@ class PrefillServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TracePrefill(self, request, context):
+        """What the group did for a request that is running or ended lately, stage by stage.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +105,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.DescribePrefill,
                     request_deserializer=headwater_dot_v1_dot_prefill__pb2.DescribePrefillRequest.FromString,
                     response_serializer=headwater_dot_v1_dot_prefill__pb2.DescribePrefillResponse.SerializeToString,
+            ),
+            'TracePrefill': grpc.unary_unary_rpc_method_handler(
+                    servicer.TracePrefill,
+                    request_deserializer=headwater_dot_v1_dot_prefill__pb2.TracePrefillRequest.FromString,
+                    response_serializer=headwater_dot_v1_dot_prefill__pb2.TracePrefillResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +193,33 @@ class PrefillService(object):
             '/headwater.v1.PrefillService/DescribePrefill',
             headwater_dot_v1_dot_prefill__pb2.DescribePrefillRequest.SerializeToString,
             headwater_dot_v1_dot_prefill__pb2.DescribePrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TracePrefill(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headwater.v1.PrefillService/TracePrefill',
+            headwater_dot_v1_dot_prefill__pb2.TracePrefillRequest.SerializeToString,
+            headwater_dot_v1_dot_prefill__pb2.TracePrefillResponse.FromString,
             options,
             channel_credentials,
             insecure,

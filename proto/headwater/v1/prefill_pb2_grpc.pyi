@@ -39,6 +39,8 @@ class PrefillServiceStub:
     Redirect: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.RedirectRequest, _prefill_pb2.RedirectResponse]
     """Sends the KV of a request, from pages that are still held, where another grant allows."""
     DescribePrefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.DescribePrefillRequest, _prefill_pb2.DescribePrefillResponse]
+    TracePrefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.TracePrefillRequest, _prefill_pb2.TracePrefillResponse]
+    """What the group did for a request that is running or ended lately, stage by stage."""
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
@@ -51,6 +53,8 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     Redirect: _aio.UnaryUnaryMultiCallable[_prefill_pb2.RedirectRequest, _prefill_pb2.RedirectResponse]  # type: ignore[assignment]
     """Sends the KV of a request, from pages that are still held, where another grant allows."""
     DescribePrefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.DescribePrefillRequest, _prefill_pb2.DescribePrefillResponse]  # type: ignore[assignment]
+    TracePrefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.TracePrefillRequest, _prefill_pb2.TracePrefillResponse]  # type: ignore[assignment]
+    """What the group did for a request that is running or ended lately, stage by stage."""
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -78,5 +82,13 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.DescribePrefillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.DescribePrefillResponse, _abc.Awaitable[_prefill_pb2.DescribePrefillResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def TracePrefill(
+        self,
+        request: _prefill_pb2.TracePrefillRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prefill_pb2.TracePrefillResponse, _abc.Awaitable[_prefill_pb2.TracePrefillResponse]]:
+        """What the group did for a request that is running or ended lately, stage by stage."""
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headwater.v1 import common_pb2 as headwater_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headwater/v1/worker.proto\x12\x0cheadwater.v1\x1a\x19headwater/v1/common.proto\"\xf6\x02\n\rAttachRequest\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.headwater.v1.HelloH\x00\x12&\n\x06joined\x18\x02 \x01(\x0b\x32\x14.headwater.v1.JoinedH\x00\x12$\n\x05ready\x18\x03 \x01(\x0b\x32\x13.headwater.v1.ReadyH\x00\x12+\n\tstep_done\x18\x04 \x01(\x0b\x32\x16.headwater.v1.StepDoneH\x00\x12*\n\x08released\x18\x05 \x01(\x0b\x32\x16.headwater.v1.ReleasedH\x00\x12,\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x1a.headwater.v1.WorkerFailedH\x00\x12\x35\n\x0erequest_failed\x18\x07 \x01(\x0b\x32\x1b.headwater.v1.RequestFailedH\x00\x12(\n\x07\x66\x65tched\x18\x08 \x01(\x0b\x32\x15.headwater.v1.FetchedH\x00\x42\t\n\x07message\"0\n\x05Hello\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\"\x1c\n\x06Joined\x12\x12\n\nstore_port\x18\x01 \x01(\r\"x\n\x05Ready\x12\x17\n\x0fparameter_bytes\x18\x01 \x01(\x04\x12\x16\n\x0enum_parameters\x18\x02 \x01(\x04\x12\x12\n\npool_bytes\x18\x03 \x01(\x04\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x05 \x01(\t\"I\n\x08StepDone\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12+\n\x07sampled\x18\x02 \x03(\x0b\x32\x1a.headwater.v1.SampledToken\"4\n\x0cSampledToken\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\r\"Y\n\x08Released\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nbytes_sent\x18\x02 \x01(\x04\x12\x14\n\x0cnum_receipts\x18\x03 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\"\x1d\n\x07\x46\x65tched\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1d\n\x0cWorkerFailed\x12\r\n\x05\x65rror\x18\x01 \x01(\t\"X\n\rRequestFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x13\n\x0b\x65rror_class\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\"\x94\x03\n\x0e\x41ttachResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12,\n\x06\x63onfig\x18\x02 \x01(\x0b\x32\x1a.headwater.v1.WorkerConfigH\x00\x12.\n\nrendezvous\x18\x03 \x01(\x0b\x32\x18.headwater.v1.RendezvousH\x00\x12)\n\x04open\x18\x04 \x01(\x0b\x32\x19.headwater.v1.OpenRequestH\x00\x12\"\n\x04step\x18\x05 \x01(\x0b\x32\x12.headwater.v1.StepH\x00\x12+\n\x05\x63lose\x18\x06 \x01(\x0b\x32\x1a.headwater.v1.CloseRequestH\x00\x12*\n\x08shutdown\x18\x07 \x01(\x0b\x32\x16.headwater.v1.ShutdownH\x00\x12\x32\n\x08redirect\x18\x08 \x01(\x0b\x32\x1e.headwater.v1.RedirectDeliveryH\x00\x12-\n\x06\x66orget\x18\t \x01(\x0b\x32\x1b.headwater.v1.ForgetRequestH\x00\x42\x07\n\x05\x65ntry\"\xbf\x03\n\x0cWorkerConfig\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12(\n\x08geometry\x18\x04 \x01(\x0b\x32\x16.headwater.v1.Geometry\x12\n\n\x02pp\x18\x05 \x01(\r\x12\n\n\x02tp\x18\x06 \x01(\r\x12\x18\n\x10layer_boundaries\x18\x07 \x03(\r\x12\x11\n\tnum_pages\x18\x08 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x13\n\x0bnum_threads\x18\n \x01(\r\x12\x11\n\x04\x63ore\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0c\x63hunk_tokens\x18\x0c \x01(\r\x12\x11\n\ttransport\x18\r \x01(\t\x12\x19\n\x11send_buffer_bytes\x18\x0e \x01(\r\x12\x11\n\tlog_level\x18\x0f \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x10 \x01(\r\x12\x15\n\rwrite_seconds\x18\x11 \x01(\x01\x12\x15\n\rreply_seconds\x18\x12 \x01(\x01\x12\x1b\n\x13\x61\x63knowledge_seconds\x18\x13 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x14 \x01(\x01\x42\x07\n\x05_core\"4\n\nRendezvous\x12\x12\n\nstore_host\x18\x01 \x01(\t\x12\x12\n\nstore_port\x18\x02 \x01(\r\"\xa7\x01\n\x0bOpenRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x03(\r\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.headwater.v1.SamplingParams\x12\'\n\x05grant\x18\x05 \x01(\x0b\x32\x13.headwater.v1.GrantH\x00\x88\x01\x01\x42\x08\n\x06_grant\"=\n\x04Step\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12#\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x13.headwater.v1.Chunk\"X\n\x05\x43hunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0c\n\x04last\x18\x05 \x01(\x08\"1\n\x0c\x43loseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x62ort\x18\x02 \x01(\x08\"J\n\x10RedirectDelivery\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x05grant\x18\x02 \x01(\x0b\x32\x13.headwater.v1.Grant\"#\n\rForgetRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\n\n\x08Shutdown2X\n\rWorkerService\x12G\n\x06\x41ttach\x12\x1b.headwater.v1.AttachRequest\x1a\x1c.headwater.v1.AttachResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headwater/v1/worker.proto\x12\x0cheadwater.v1\x1a\x19headwater/v1/common.proto\"\x9f\x03\n\rAttachRequest\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.headwater.v1.HelloH\x00\x12&\n\x06joined\x18\x02 \x01(\x0b\x32\x14.headwater.v1.JoinedH\x00\x12$\n\x05ready\x18\x03 \x01(\x0b\x32\x13.headwater.v1.ReadyH\x00\x12+\n\tstep_done\x18\x04 \x01(\x0b\x32\x16.headwater.v1.StepDoneH\x00\x12*\n\x08released\x18\x05 \x01(\x0b\x32\x16.headwater.v1.ReleasedH\x00\x12,\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x1a.headwater.v1.WorkerFailedH\x00\x12\x35\n\x0erequest_failed\x18\x07 \x01(\x0b\x32\x1b.headwater.v1.RequestFailedH\x00\x12(\n\x07\x66\x65tched\x18\x08 \x01(\x0b\x32\x15.headwater.v1.FetchedH\x00\x12\'\n\x07kv_sent\x18\t \x01(\x0b\x32\x14.headwater.v1.KvSentH\x00\x42\t\n\x07message\"0\n\x05Hello\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\"\x1c\n\x06Joined\x12\x12\n\nstore_port\x18\x01 \x01(\r\"x\n\x05Ready\x12\x17\n\x0fparameter_bytes\x18\x01 \x01(\x04\x12\x16\n\x0enum_parameters\x18\x02 \x01(\x04\x12\x12\n\npool_bytes\x18\x03 \x01(\x04\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x05 \x01(\t\"x\n\x08StepDone\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12+\n\x07sampled\x18\x02 \x03(\x0b\x32\x1a.headwater.v1.SampledToken\x12\x17\n\x0f\x63ompute_seconds\x18\x03 \x01(\x01\x12\x14\n\x0cwait_seconds\x18\x04 \x01(\x01\"h\n\x06KvSent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btoken_start\x18\x02 \x01(\r\x12\x11\n\ttoken_end\x18\x03 \x01(\r\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\"4\n\x0cSampledToken\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\r\"Y\n\x08Released\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nbytes_sent\x18\x02 \x01(\x04\x12\x14\n\x0cnum_receipts\x18\x03 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\"\x1d\n\x07\x46\x65tched\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1d\n\x0cWorkerFailed\x12\r\n\x05\x65rror\x18\x01 \x01(\t\"X\n\rRequestFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x13\n\x0b\x65rror_class\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\"\x94\x03\n\x0e\x41ttachResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12,\n\x06\x63onfig\x18\x02 \x01(\x0b\x32\x1a.headwater.v1.WorkerConfigH\x00\x12.\n\nrendezvous\x18\x03 \x01(\x0b\x32\x18.headwater.v1.RendezvousH\x00\x12)\n\x04open\x18\x04 \x01(\x0b\x32\x19.headwater.v1.OpenRequestH\x00\x12\"\n\x04step\x18\x05 \x01(\x0b\x32\x12.headwater.v1.StepH\x00\x12+\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x1a.headwater.v1.AbortRequestH\x00\x12*\n\x08shutdown\x18\x07 \x01(\x0b\x32\x16.headwater.v1.ShutdownH\x00\x12\x32\n\x08redirect\x18\x08 \x01(\x0b\x32\x1e.headwater.v1.RedirectDeliveryH\x00\x12-\n\x06\x66orget\x18\t \x01(\x0b\x32\x1b.headwater.v1.ForgetRequestH\x00\x42\x07\n\x05\x65ntry\"\xd5\x03\n\x0cWorkerConfig\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12(\n\x08geometry\x18\x04 \x01(\x0b\x32\x16.headwater.v1.Geometry\x12\n\n\x02pp\x18\x05 \x01(\r\x12\n\n\x02tp\x18\x06 \x01(\r\x12\x18\n\x10layer_boundaries\x18\x07 \x03(\r\x12\x11\n\tnum_pages\x18\x08 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x13\n\x0bnum_threads\x18\n \x01(\r\x12\x11\n\x04\x63ore\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0c\x63hunk_tokens\x18\x0c \x01(\r\x12\x11\n\ttransport\x18\r \x01(\t\x12\x19\n\x11send_buffer_bytes\x18\x0e \x01(\r\x12\x11\n\tlog_level\x18\x0f \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x10 \x01(\r\x12\x15\n\rwrite_seconds\x18\x11 \x01(\x01\x12\x15\n\rreply_seconds\x18\x12 \x01(\x01\x12\x1b\n\x13\x61\x63knowledge_seconds\x18\x13 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x14 \x01(\x01\x12\x14\n\x0c\x63hunk_policy\x18\x15 \x01(\tB\x07\n\x05_core\"4\n\nRendezvous\x12\x12\n\nstore_host\x18\x01 \x01(\t\x12\x12\n\nstore_port\x18\x02 \x01(\r\"\xa7\x01\n\x0bOpenRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x03(\r\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.headwater.v1.SamplingParams\x12\'\n\x05grant\x18\x05 \x01(\x0b\x32\x13.headwater.v1.GrantH\x00\x88\x01\x01\x42\x08\n\x06_grant\"=\n\x04Step\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12#\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x13.headwater.v1.Chunk\"f\n\x05\x43hunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x0c\n\x04void\x18\x06 \x01(\x08\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"J\n\x10RedirectDelivery\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x05grant\x18\x02 \x01(\x0b\x32\x13.headwater.v1.Grant\"#\n\rForgetRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\n\n\x08Shutdown2X\n\rWorkerService\x12G\n\x06\x41ttach\x12\x1b.headwater.v1.AttachRequest\x1a\x1c.headwater.v1.AttachResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,45 +33,47 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headwater.v1.worker_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ATTACHREQUEST']._serialized_start=71
-  _globals['_ATTACHREQUEST']._serialized_end=445
-  _globals['_HELLO']._serialized_start=447
-  _globals['_HELLO']._serialized_end=495
-  _globals['_JOINED']._serialized_start=497
-  _globals['_JOINED']._serialized_end=525
-  _globals['_READY']._serialized_start=527
-  _globals['_READY']._serialized_end=647
-  _globals['_STEPDONE']._serialized_start=649
-  _globals['_STEPDONE']._serialized_end=722
-  _globals['_SAMPLEDTOKEN']._serialized_start=724
-  _globals['_SAMPLEDTOKEN']._serialized_end=776
-  _globals['_RELEASED']._serialized_start=778
-  _globals['_RELEASED']._serialized_end=867
-  _globals['_FETCHED']._serialized_start=869
-  _globals['_FETCHED']._serialized_end=898
-  _globals['_WORKERFAILED']._serialized_start=900
-  _globals['_WORKERFAILED']._serialized_end=929
-  _globals['_REQUESTFAILED']._serialized_start=931
-  _globals['_REQUESTFAILED']._serialized_end=1019
-  _globals['_ATTACHRESPONSE']._serialized_start=1022
-  _globals['_ATTACHRESPONSE']._serialized_end=1426
-  _globals['_WORKERCONFIG']._serialized_start=1429
-  _globals['_WORKERCONFIG']._serialized_end=1876
-  _globals['_RENDEZVOUS']._serialized_start=1878
-  _globals['_RENDEZVOUS']._serialized_end=1930
-  _globals['_OPENREQUEST']._serialized_start=1933
-  _globals['_OPENREQUEST']._serialized_end=2100
-  _globals['_STEP']._serialized_start=2102
-  _globals['_STEP']._serialized_end=2163
-  _globals['_CHUNK']._serialized_start=2165
-  _globals['_CHUNK']._serialized_end=2253
-  _globals['_CLOSEREQUEST']._serialized_start=2255
-  _globals['_CLOSEREQUEST']._serialized_end=2304
-  _globals['_REDIRECTDELIVERY']._serialized_start=2306
-  _globals['_REDIRECTDELIVERY']._serialized_end=2380
-  _globals['_FORGETREQUEST']._serialized_start=2382
-  _globals['_FORGETREQUEST']._serialized_end=2417
-  _globals['_SHUTDOWN']._serialized_start=2419
-  _globals['_SHUTDOWN']._serialized_end=2429
-  _globals['_WORKERSERVICE']._serialized_start=2431
-  _globals['_WORKERSERVICE']._serialized_end=2519
+  _globals['_ATTACHREQUEST']._serialized_end=486
+  _globals['_HELLO']._serialized_start=488
+  _globals['_HELLO']._serialized_end=536
+  _globals['_JOINED']._serialized_start=538
+  _globals['_JOINED']._serialized_end=566
+  _globals['_READY']._serialized_start=568
+  _globals['_READY']._serialized_end=688
+  _globals['_STEPDONE']._serialized_start=690
+  _globals['_STEPDONE']._serialized_end=810
+  _globals['_KVSENT']._serialized_start=812
+  _globals['_KVSENT']._serialized_end=916
+  _globals['_SAMPLEDTOKEN']._serialized_start=918
+  _globals['_SAMPLEDTOKEN']._serialized_end=970
+  _globals['_RELEASED']._serialized_start=972
+  _globals['_RELEASED']._serialized_end=1061
+  _globals['_FETCHED']._serialized_start=1063
+  _globals['_FETCHED']._serialized_end=1092
+  _globals['_WORKERFAILED']._serialized_start=1094
+  _globals['_WORKERFAILED']._serialized_end=1123
+  _globals['_REQUESTFAILED']._serialized_start=1125
+  _globals['_REQUESTFAILED']._serialized_end=1213
+  _globals['_ATTACHRESPONSE']._serialized_start=1216
+  _globals['_ATTACHRESPONSE']._serialized_end=1620
+  _globals['_WORKERCONFIG']._serialized_start=1623
+  _globals['_WORKERCONFIG']._serialized_end=2092
+  _globals['_RENDEZVOUS']._serialized_start=2094
+  _globals['_RENDEZVOUS']._serialized_end=2146
+  _globals['_OPENREQUEST']._serialized_start=2149
+  _globals['_OPENREQUEST']._serialized_end=2316
+  _globals['_STEP']._serialized_start=2318
+  _globals['_STEP']._serialized_end=2379
+  _globals['_CHUNK']._serialized_start=2381
+  _globals['_CHUNK']._serialized_end=2483
+  _globals['_ABORTREQUEST']._serialized_start=2485
+  _globals['_ABORTREQUEST']._serialized_end=2519
+  _globals['_REDIRECTDELIVERY']._serialized_start=2521
+  _globals['_REDIRECTDELIVERY']._serialized_end=2595
+  _globals['_FORGETREQUEST']._serialized_start=2597
+  _globals['_FORGETREQUEST']._serialized_end=2632
+  _globals['_SHUTDOWN']._serialized_start=2634
+  _globals['_SHUTDOWN']._serialized_end=2644
+  _globals['_WORKERSERVICE']._serialized_start=2646
+  _globals['_WORKERSERVICE']._serialized_end=2734
 # @@protoc_insertion_point(module_scope)

@@ -33,6 +33,7 @@ class AttachRequest(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     REQUEST_FAILED_FIELD_NUMBER: _builtins.int
     FETCHED_FIELD_NUMBER: _builtins.int
+    KV_SENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -49,6 +50,8 @@ class AttachRequest(_message.Message):
     def request_failed(self) -> Global___RequestFailed: ...
     @_builtins.property
     def fetched(self) -> Global___Fetched: ...
+    @_builtins.property
+    def kv_sent(self) -> Global___KvSent: ...
     def __init__(
         self,
         *,
@@ -60,12 +63,13 @@ class AttachRequest(_message.Message):
         failed: Global___WorkerFailed | None = ...,
         request_failed: Global___RequestFailed | None = ...,
         fetched: Global___Fetched | None = ...,
+        kv_sent: Global___KvSent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "fetched", b"fetched", "hello", b"hello", "joined", b"joined", "message", b"message", "ready", b"ready", "released", b"released", "request_failed", b"request_failed", "step_done", b"step_done"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "fetched", b"fetched", "hello", b"hello", "joined", b"joined", "kv_sent", b"kv_sent", "message", b"message", "ready", b"ready", "released", b"released", "request_failed", b"request_failed", "step_done", b"step_done"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "fetched", b"fetched", "hello", b"hello", "joined", b"joined", "message", b"message", "ready", b"ready", "released", b"released", "request_failed", b"request_failed", "step_done", b"step_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "fetched", b"fetched", "hello", b"hello", "joined", b"joined", "kv_sent", b"kv_sent", "message", b"message", "ready", b"ready", "released", b"released", "request_failed", b"request_failed", "step_done", b"step_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "joined", "ready", "step_done", "released", "failed", "request_failed", "fetched"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "joined", "ready", "step_done", "released", "failed", "request_failed", "fetched", "kv_sent"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -152,28 +156,71 @@ Global___Ready: _TypeAlias = Ready  # noqa: Y015
 
 @_typing.final
 class StepDone(_message.Message):
-    """Reported by the rank that samples (last stage, first tensor rank): everything before it is done too."""
+    """Reported by the first tensor rank of each stage. The last stage's says that the step is done everywhere."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     SAMPLED_FIELD_NUMBER: _builtins.int
+    COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
+    compute_seconds: _builtins.float
+    """Computing, and waiting for the stage before, on this rank's clock."""
+    wait_seconds: _builtins.float
     @_builtins.property
-    def sampled(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledToken]: ...
+    def sampled(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledToken]:
+        """Of the last stage."""
+
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         sampled: _abc.Iterable[Global___SampledToken] | None = ...,
+        compute_seconds: _builtins.float = ...,
+        wait_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sampled", b"sampled", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_seconds", b"compute_seconds", "sampled", b"sampled", "sequence", b"sequence", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepDone: _TypeAlias = StepDone  # noqa: Y015
+
+@_typing.final
+class KvSent(_message.Message):
+    """A box of a chunk's KV has been acknowledged by the decode rank."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_START_FIELD_NUMBER: _builtins.int
+    TOKEN_END_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    token_start: _builtins.int
+    token_end: _builtins.int
+    num_bytes: _builtins.int
+    seconds: _builtins.float
+    """From when it was begun, on this rank's clock."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        token_start: _builtins.int = ...,
+        token_end: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "request_id", b"request_id", "seconds", b"seconds", "token_end", b"token_end", "token_start", b"token_start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvSent: _TypeAlias = KvSent  # noqa: Y015
 
 @_typing.final
 class SampledToken(_message.Message):
@@ -275,7 +322,7 @@ Global___WorkerFailed: _TypeAlias = WorkerFailed  # noqa: Y015
 @_typing.final
 class RequestFailed(_message.Message):
     """This rank cannot deliver the request's KV. It still takes part in the steps that the log holds, and
-    reports Released after CloseRequest as always.
+    reports Released as always.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -315,7 +362,7 @@ class AttachResponse(_message.Message):
     RENDEZVOUS_FIELD_NUMBER: _builtins.int
     OPEN_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
-    CLOSE_FIELD_NUMBER: _builtins.int
+    ABORT_FIELD_NUMBER: _builtins.int
     SHUTDOWN_FIELD_NUMBER: _builtins.int
     REDIRECT_FIELD_NUMBER: _builtins.int
     FORGET_FIELD_NUMBER: _builtins.int
@@ -330,7 +377,7 @@ class AttachResponse(_message.Message):
     @_builtins.property
     def step(self) -> Global___Step: ...
     @_builtins.property
-    def close(self) -> Global___CloseRequest: ...
+    def abort(self) -> Global___AbortRequest: ...
     @_builtins.property
     def shutdown(self) -> Global___Shutdown: ...
     @_builtins.property
@@ -345,16 +392,16 @@ class AttachResponse(_message.Message):
         rendezvous: Global___Rendezvous | None = ...,
         open: Global___OpenRequest | None = ...,
         step: Global___Step | None = ...,
-        close: Global___CloseRequest | None = ...,
+        abort: Global___AbortRequest | None = ...,
         shutdown: Global___Shutdown | None = ...,
         redirect: Global___RedirectDelivery | None = ...,
         forget: Global___ForgetRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "config", b"config", "entry", b"entry", "forget", b"forget", "open", b"open", "redirect", b"redirect", "rendezvous", b"rendezvous", "shutdown", b"shutdown", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "config", b"config", "entry", b"entry", "forget", b"forget", "open", b"open", "redirect", b"redirect", "rendezvous", b"rendezvous", "shutdown", b"shutdown", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "config", b"config", "entry", b"entry", "forget", b"forget", "open", b"open", "redirect", b"redirect", "rendezvous", b"rendezvous", "sequence", b"sequence", "shutdown", b"shutdown", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "config", b"config", "entry", b"entry", "forget", b"forget", "open", b"open", "redirect", b"redirect", "rendezvous", b"rendezvous", "sequence", b"sequence", "shutdown", b"shutdown", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["config", "rendezvous", "open", "step", "close", "shutdown", "redirect", "forget"]  # noqa: Y015
+    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["config", "rendezvous", "open", "step", "abort", "shutdown", "redirect", "forget"]  # noqa: Y015
     _WhichOneofArgType_entry: _TypeAlias = _typing.Literal["entry", b"entry"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_entry) -> _WhichOneofReturnType_entry | None: ...
 
@@ -384,6 +431,7 @@ class WorkerConfig(_message.Message):
     REPLY_SECONDS_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGE_SECONDS_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    CHUNK_POLICY_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     epoch: _builtins.str
     model: _builtins.str
@@ -406,6 +454,7 @@ class WorkerConfig(_message.Message):
     reply_seconds: _builtins.float
     acknowledge_seconds: _builtins.float
     step_seconds: _builtins.float
+    chunk_policy: _builtins.str
     @_builtins.property
     def geometry(self) -> _common_pb2.Geometry: ...
     @_builtins.property
@@ -433,10 +482,11 @@ class WorkerConfig(_message.Message):
         reply_seconds: _builtins.float = ...,
         acknowledge_seconds: _builtins.float = ...,
         step_seconds: _builtins.float = ...,
+        chunk_policy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_core", b"_core", "core", b"core", "geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_core", b"_core", "acknowledge_seconds", b"acknowledge_seconds", "chunk_tokens", b"chunk_tokens", "core", b"core", "device", b"device", "epoch", b"epoch", "geometry", b"geometry", "group", b"group", "layer_boundaries", b"layer_boundaries", "log_level", b"log_level", "max_context_tokens", b"max_context_tokens", "model", b"model", "num_pages", b"num_pages", "num_threads", b"num_threads", "pp", b"pp", "reply_seconds", b"reply_seconds", "send_buffer_bytes", b"send_buffer_bytes", "step_seconds", b"step_seconds", "tp", b"tp", "transport", b"transport", "write_seconds", b"write_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_core", b"_core", "acknowledge_seconds", b"acknowledge_seconds", "chunk_policy", b"chunk_policy", "chunk_tokens", b"chunk_tokens", "core", b"core", "device", b"device", "epoch", b"epoch", "geometry", b"geometry", "group", b"group", "layer_boundaries", b"layer_boundaries", "log_level", b"log_level", "max_context_tokens", b"max_context_tokens", "model", b"model", "num_pages", b"num_pages", "num_threads", b"num_threads", "pp", b"pp", "reply_seconds", b"reply_seconds", "send_buffer_bytes", b"send_buffer_bytes", "step_seconds", b"step_seconds", "tp", b"tp", "transport", b"transport", "write_seconds", b"write_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__core: _TypeAlias = _typing.Literal["core"]  # noqa: Y015
     _WhichOneofArgType__core: _TypeAlias = _typing.Literal["_core", b"_core"]  # noqa: Y015
@@ -506,6 +556,10 @@ Global___OpenRequest: _TypeAlias = OpenRequest  # noqa: Y015
 
 @_typing.final
 class Step(_message.Message):
+    """What one stage computes next. The leader gives a step to each stage when that stage has room for it, so that
+    a request which is cancelled meanwhile is computed by no further stage.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
@@ -536,13 +590,18 @@ class Chunk(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
+    VOID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     start: _builtins.int
     end: _builtins.int
     last: _builtins.bool
-    """The request's last chunk: its last token is sampled from."""
+    """The request's last chunk: its last token is sampled from, and this rank finishes delivering and releases it."""
+    void: _builtins.bool
+    """The request was cancelled: the chunk keeps its place in the activations and is not computed."""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For the first stage only."""
+
     def __init__(
         self,
         *,
@@ -551,37 +610,36 @@ class Chunk(_message.Message):
         end: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         last: _builtins.bool = ...,
+        void: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "last", b"last", "request_id", b"request_id", "start", b"start", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "last", b"last", "request_id", b"request_id", "start", b"start", "token_ids", b"token_ids", "void", b"void"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
 
 @_typing.final
-class CloseRequest(_message.Message):
+class AbortRequest(_message.Message):
+    """Drop what has not been written, and release the request. Its chunks are void in whatever follows in the log."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ABORT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    abort: _builtins.bool
-    """Drop what has not been written; otherwise finish writing first."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
-        abort: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CloseRequest: _TypeAlias = CloseRequest  # noqa: Y015
+Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
 
 @_typing.final
 class RedirectDelivery(_message.Message):

@@ -1,0 +1,105 @@
+"""What the group did lately, for whoever asks where a request's time went.
+
+Everything is on the leader's clock: a worker reports how long it computed and waited, and the moment its report
+comes is taken for the end, so clocks of different hosts are never compared.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+from headwater.v1 import prefill_pb2, worker_pb2
+
+# Requests that ended and are still remembered, and spans of one request that are kept at most.
+_REMEMBERED, _MAX_SPANS = 64, 20_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageRun:
+    """One step on one stage; seconds on the leader's clock."""
+
+    stage: int
+    step: worker_pb2.Step
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sent:
+    """One box of KV, from when it was begun until it was acknowledged."""
+
+    rank: int
+    kv: worker_pb2.KvSent
+    start: float
+    end: float
+
+
+@dataclasses.dataclass
+class _Record:
+    queued_at: float
+    runs: list[StageRun] = dataclasses.field(default_factory=list)
+    sent: list[Sent] = dataclasses.field(default_factory=list)
+
+
+class History:
+    """Spans by request. Bounded, whatever the number and the length of requests."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, _Record] = {}
+        self._ended: collections.OrderedDict[str, _Record] = collections.OrderedDict()
+
+    def begin(self, request_id: str, now: float) -> None:
+        self._ended.pop(request_id, None)
+        self._running[request_id] = _Record(now)
+
+    def ran(self, run: StageRun) -> None:
+        """Goes to every request that was here meanwhile: it explains what they waited for."""
+        for record in self._running.values():
+            if len(record.runs) < _MAX_SPANS:
+                record.runs.append(run)
+
+    def sent(self, sent: Sent) -> None:
+        record = self._running.get(sent.kv.request_id) or self._ended.get(sent.kv.request_id)
+        if record is not None and len(record.sent) < _MAX_SPANS:
+            record.sent.append(sent)
+
+    def end(self, request_id: str) -> None:
+        record = self._running.pop(request_id, None)
+        if record is not None:
+            self._ended[request_id] = record
+            if len(self._ended) > _REMEMBERED:
+                self._ended.popitem(last=False)
+
+    def trace(self, request_id: str, num_stages: int) -> prefill_pb2.TracePrefillResponse | None:
+        """What is known of a request; None when it is not known."""
+        record = self._running.get(request_id) or self._ended.get(request_id)
+        if record is None:
+            return None
+        zero = record.queued_at
+        stages = [
+            prefill_pb2.StageSpan(
+                stage=run.stage,
+                sequence=run.step.sequence,
+                start=run.start - zero,
+                end=run.end - zero,
+                request_id=chunk.request_id,
+                token_start=chunk.start,
+                token_end=chunk.end,
+            )
+            for run in record.runs
+            for chunk in run.step.chunks
+            if not chunk.void
+        ]
+        transfers = [
+            prefill_pb2.TransferSpan(
+                rank=sent.rank,
+                start=sent.start - zero,
+                end=sent.end - zero,
+                token_start=sent.kv.token_start,
+                token_end=sent.kv.token_end,
+                num_bytes=sent.kv.num_bytes,
+            )
+            for sent in record.sent
+        ]
+        return prefill_pb2.TracePrefillResponse(num_stages=num_stages, stages=stages, transfers=transfers)

@@ -357,14 +357,13 @@ class Push:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._writing.discard(task)
-        if task.cancelled() or self._failed.done():
+        error = None if task.cancelled() else task.exception()
+        if error is None or self._failed.done():
             return
-        error = task.exception()
-        if error is not None:
-            self._changed.set()
+        self._changed.set()
         if isinstance(error, HeadwaterError):
             self._failed.set_exception(error)
-        elif error is not None:
+        else:
             log.error("packing failed", error=repr(error))
             self._failed.set_exception(TransferFailed(f"the KV could not be packed: {error}"))
 

@@ -70,6 +70,8 @@ class Job:
         self.entries = list(entries)
         self.result: Future[Written] = Future()
         self.settled: Future[bool] = Future()
+        # Whoever waits for it may be cancelled; it may not.
+        self.settled.set_running_or_notify_cancel()
         self.states = [WriteState.PENDING] * len(self.entries)
         self.started_at = 0.0
 

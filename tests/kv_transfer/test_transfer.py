@@ -248,6 +248,36 @@ def test_the_sender_aborts_and_the_receiver_learns_why() -> None:
     asyncio.run(run())
 
 
+def test_a_writer_whose_task_is_cancelled_leaves_its_lane_to_the_others() -> None:
+    """What waits for a write may be cancelled; the write, and the thread that watches it, may not be hurt."""
+
+    async def run() -> None:
+        async with world(
+            Faults(seed=2, hang=1.0), Shape(), options=ReceiverOptions(direct=True), write_seconds=0.2
+        ) as made:
+            transfer, outgoing = start(made)
+            send_all(outgoing, chunks())
+            with pytest.raises(TransferFailed):
+                await transfer.incoming[0].committed()
+            await until(lambda: made.prefill.ranks[0].failures)
+            # It waits for the engine, which still reads the pages.
+            (task,) = outgoing[0]._tasks
+            assert not task.done()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            made.fabric.faults = Faults()
+            made.fabric.land_late()
+            await abort_all(transfer)
+            again, outgoing = start(made, "t2")
+            send_all(outgoing, chunks())
+            await again.incoming[0].committed()
+            assert_landed(again, "float32")
+            for one in outgoing:
+                assert (await one.ended()).error is None
+
+    asyncio.run(run())
+
+
 def forge(grant: common_pb2.Grant, **change: object) -> common_pb2.Grant:
     forged = common_pb2.Grant()
     forged.CopyFrom(grant)

@@ -169,15 +169,19 @@ class WorkerLinks:
             await process.wait()
 
     async def stop(self, deadline_seconds: float) -> None:
-        """Shuts every worker down; kills those of this host that do not end in time."""
+        """Shuts every worker down; kills those of this host that do not end in time, or are only coming up."""
+        if len(self.ready) < self.world_size:
+            await self.kill()
+            return
         self._stopping = True
         self.append(worker_pb2.Shutdown())
         for task in self._watchers:
             # Without this, a worker that ended would still be waited for by its watcher.
             task.cancel()
+        end = asyncio.get_running_loop().time() + deadline_seconds
         for rank, process in self._processes.items():
             try:
-                async with asyncio.timeout(deadline_seconds):
+                async with asyncio.timeout_at(end):
                     await process.wait()
             except TimeoutError:
                 log.warning("worker did not stop in time and is killed", rank=rank, pid=process.pid)

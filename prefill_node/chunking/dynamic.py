@@ -39,9 +39,7 @@ def cuts(
 
 def _equal_time(prefix: int, first: int, quadratic: float, linear: float) -> float:
     """The x with a·(2·L·x + x²) + b·x = a·C₀² + b·C₀."""
-    if quadratic == 0:
-        return first
-    half = prefix + linear / (2 * quadratic)
-    target = first * first + first * linear / quadratic
-    # The root of x² + 2·half·x = target, in the form that does not cancel.
-    return target / (half + math.sqrt(half * half + target))
+    target = (quadratic * first + linear) * first
+    half = quadratic * prefix + linear / 2
+    # The positive root, in the form that neither cancels nor divides by the quadratic.
+    return target / (half + math.sqrt(half * half + quadratic * target)) if target else first

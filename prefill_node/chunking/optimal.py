@@ -36,7 +36,7 @@ def cuts(start: int, end: int, *, cost: GroupCost, chunk_tokens: int, align: int
         step = align
     grid = [start, *range((start // step + 1) * step, end, step), end]
     candidates = [without_small_tail(start, best_cuts(grid, cost, chunk_tokens), align, chunk_tokens)]
-    for size in {max(align, chunk_tokens // part // align * align) for part in (1, 2, 4)}:
+    for size in {chunk_tokens, *(max(align, chunk_tokens // part // align * align) for part in (2, 4))}:
         candidates.append(fixed.cuts(start, end, chunk_tokens=size, align=align))
         candidates.append(dynamic.cuts(start, end, cost=cost, chunk_tokens=size, align=align))
     return min(candidates, key=lambda ends: (cost.makespan(start, ends), len(ends)))

@@ -1,0 +1,83 @@
+"""A prefill group whose worker dies or stalls says so, fails its requests at once, and comes back by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import grpc
+import psutil
+
+from headwater.cluster import parse_cluster
+from headwater.errors import HeadwaterError, PeerUnavailable, from_rpc_error
+from headwater.rpc import open_channel
+from headwater.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+from tests import tiny_models
+from tests.harness import Group, ask, assert_balanced, processes, until_paired, write_cluster
+from tests.oracle import Oracle
+
+OPTIONS = (("chunk_tokens", 16), ("page_size", 16), ("pool_tokens", 4096), ("chunk_policy", "fixed"))
+
+
+async def described(address: str) -> prefill_pb2.DescribePrefillResponse:
+    async with open_channel(address) as channel:
+        stub = prefill_pb2_grpc.PrefillServiceStub(channel)
+        return await stub.DescribePrefill(prefill_pb2.DescribePrefillRequest())
+
+
+async def fails(address: str, prompt: list[int], pid: int, number: signal.Signals) -> HeadwaterError:
+    """Sends `number` to a worker once a request has had a chunk; what the request ends with."""
+    request = prefill_pb2.PrefillRequest(
+        request_id=f"victim-{number}", token_ids=prompt, sampling=common_pb2.SamplingParams()
+    )
+    sent = False
+    try:
+        async with open_channel(address) as channel:
+            async for event in prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(request):
+                if event.HasField("chunk_done") and not sent:
+                    sent = True
+                    os.kill(pid, number)
+    except grpc.RpcError as error:
+        assert sent
+        return from_rpc_error(error, "prefill")
+    raise AssertionError("the request was completed")
+
+
+async def back(address: str, epoch: str) -> prefill_pb2.DescribePrefillResponse:
+    """Waits for the group's next incarnation to serve."""
+    async with asyncio.timeout(120):
+        while True:
+            answer = await described(address)
+            if answer.serving and answer.epoch != epoch:
+                return answer
+            await asyncio.sleep(0.1)
+
+
+def test_s10_a_worker_dies_or_stalls_and_the_group_comes_back_as_a_new_epoch(tmp_path: Path) -> None:
+    """S10: ranks that wait for each other for ever, while health says that all is well."""
+    model = tiny_models.make("llama", tmp_path / "model")
+    path = tmp_path / "cluster.toml"
+    write_cluster(path, model, [Group("p0", 2, 1, OPTIONS)])
+    path.write_text(path.read_text() + "[deadlines]\nstep = 3\n")
+    cluster = parse_cluster(path.read_text())
+    address = cluster.prefill[0].address
+    (prompt,) = tiny_models.prompts([2000])
+    oracle = Oracle(model)
+    with processes(cluster, path, ["p0", "d0", "router"], tmp_path) as supervisor:
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            asyncio.run(until_paired(cluster.router.address, "p0"))
+            before = asyncio.run(described(address))
+            workers = psutil.Process(supervisor.children["p0"].pid).children()
+            error = asyncio.run(fails(address, prompt, workers[0].pid, number))
+            assert isinstance(error, PeerUnavailable)
+            assert "the prefill group stopped serving" in str(error)
+            assert ("(deadlines.step)" in str(error)) == (number is signal.SIGSTOP)
+            after = asyncio.run(back(address, before.epoch))
+            assert (after.running_requests, after.free_tokens) == (0, after.capacity_tokens)
+            # Neither the router nor the decode node was touched.
+            asyncio.run(until_paired(cluster.router.address, "p0"))
+            answer = asyncio.run(ask(cluster.router.address, prompt[:100], 5))
+            assert answer.tokens == oracle.greedy(prompt[:100], 5)
+        asyncio.run(assert_balanced(cluster, ["p0"]))

@@ -1,4 +1,4 @@
-"""The subcommands of this package: `headwater prefill serve`, `headwater prefill worker`, `headwater import-model`."""
+"""The subcommands of this package: `headwater prefill serve`, `prefill worker`, `trace` and `import-model`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,14 @@ def add_commands(subparsers: Subparsers) -> None:
     add_worker_arguments(worker)
     worker.set_defaults(run=_worker)
 
+    trace = subparsers.add_parser("trace", help="show where a request's time went in its prefill group")
+    trace.add_argument("request", metavar="REQUEST", help="id of a request that is running or ended lately")
+    trace.add_argument("--cluster", required=True, type=Path, metavar="FILE", help="cluster file (TOML)")
+    trace.add_argument("--out", type=Path, metavar="FILE", help="the trace, for Perfetto (trace-REQUEST.json)")
+    trace.add_argument("--svg", type=Path, metavar="FILE", help="also draw a Gantt chart there")
+    trace.add_argument("--group", metavar="NAME", help="ask this prefill group only (default: all, in their order)")
+    trace.set_defaults(run=_trace)
+
     convert = subparsers.add_parser("import-model", help="turn a GGUF file into a safetensors folder")
     convert.add_argument("gguf", type=Path, help="the GGUF file")
     convert.add_argument("folder", type=Path, help="the folder to make")
@@ -55,6 +63,17 @@ def _worker(arguments: argparse.Namespace) -> int:
     from prefill_node.worker import run  # noqa: PLC0415 - loads torch
 
     return run(arguments)
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from prefill_node.trace import default_file_name, fetch_trace, write_trace  # noqa: PLC0415
+
+    cluster = load_cluster(arguments.cluster)
+    groups = cluster.prefill if arguments.group is None else (cluster.prefill_named(arguments.group),)
+    request_id: str = arguments.request
+    group, response = asyncio.run(fetch_trace(request_id, groups, cluster.deadlines.reply))
+    write_trace(request_id, group, response, arguments.out or Path(default_file_name(request_id)), arguments.svg)
+    return 0
 
 
 def _import_model(arguments: argparse.Namespace) -> int:

@@ -32,6 +32,9 @@ from headwater.v1 import common_pb2, worker_pb2
 from prefill_node.chunking import ChunkPolicy
 from prefill_node.pages import PagePool
 
+# A request is cut anew when so many times more or fewer share the pipeline than when it was cut.
+_RECUT = 2
+
 LogEntry = (
     worker_pb2.OpenRequest
     | worker_pb2.Step
@@ -72,7 +75,11 @@ class Request:
     # Where the chunks that are not planned yet end, and what they and those after them take in seconds.
     ends: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     seconds_left: collections.deque[float] = dataclasses.field(default_factory=collections.deque)
+    # Chunks in all, as far as can be said, and those that are planned.
     num_chunks: int = 0
+    num_planned: int = 0
+    # How many requests there were when the rest was cut.
+    cut_for: int = 1
     next_token: int = 0
     # When it came, or got its latest chunk.
     served_at: float = 0.0
@@ -199,12 +206,8 @@ class Scheduler:
             )
         if request.request_id in self._active or any(r.request_id == request.request_id for r in self._queue):
             raise DuplicateTransfer(f"request {request.request_id} is already here.")
-        ends = self._cuts(request.first_token, request.num_tokens)
-        times = [self._seconds(start, end - start) for start, end in itertools.pairwise((request.first_token, *ends))]
-        request.ends = collections.deque(ends)
-        request.seconds_left = collections.deque(reversed(list(itertools.accumulate(reversed(times)))))
-        request.num_chunks = len(ends)
-        request.next_token = request.first_token
+        # Not cut yet: that depends on who else is there when it begins.
+        request.seconds_left.append(self._seconds(request.first_token, request.num_tokens - request.first_token))
         request.served_at = self._clock()
         self._queue.append(request)
 
@@ -236,7 +239,9 @@ class Scheduler:
                 break
             self._queue.remove(request)
             entries.append(Entry(self._admit(request)))
-        most = self._num_stages + self.limits.look_ahead
+        # Steps differ in length, and a short queue would make stages wait for each other: with one step a stage and one
+        # more in all, a quarter of the time of eight stages was lost where a twentieth is now.
+        most = self._num_stages * (1 + self.limits.look_ahead)
         while self._turns and self._has_room(0) and len(self._in_flight) < most:
             self._in_flight.append(self._next_step(now))
             entries.append(self._give(0))
@@ -322,12 +327,14 @@ class Scheduler:
         pages = self.pool.take(request.request_id, request.num_tokens)
         request.holding_ranks = set(range(self._world_size))
         self._active[request.request_id] = request
+        request.next_token = request.first_token
         if request.first_token:
             request.state = RequestState.FETCHING
             request.fetching_ranks = set(range(self._world_size))
         else:
             request.state = RequestState.RUNNING
             self._turns.append(request)
+        self._cut(request)
         return worker_pb2.OpenRequest(
             request_id=request.request_id,
             num_tokens=request.num_tokens,
@@ -335,6 +342,19 @@ class Scheduler:
             sampling=request.sampling,
             grant=request.grant,
         )
+
+    def _sharing(self) -> int:
+        """Requests that have chunks left."""
+        return max(1, len(self._turns) + len(self._queue))
+
+    def _cut(self, request: Request) -> None:
+        """Decides about the chunks that are not planned yet."""
+        start, request.cut_for = request.next_token, self._sharing()
+        ends = self._cuts(start, request.num_tokens, request.cut_for)
+        times = [self._seconds(begin, end - begin) for begin, end in itertools.pairwise((start, *ends))]
+        request.ends = collections.deque(ends)
+        request.seconds_left = collections.deque(reversed(list(itertools.accumulate(reversed(times)))))
+        request.num_chunks = request.num_planned + len(ends)
 
     def _has_room(self, stage: int) -> bool:
         return self._given[stage] - self._done[stage] <= self.limits.look_ahead
@@ -354,6 +374,8 @@ class Scheduler:
         step = worker_pb2.Step(sequence=self._given[0])
         self._turns.sort(key=lambda request: self._turn(request, now))
         first = self._turns[0]
+        if not 1 / _RECUT < self._sharing() / first.cut_for < _RECUT:
+            self._cut(first)
         budget = self.limits.step_tokens - (first.ends[0] - first.next_token)
         chosen = [first]
         # Only what ends with this step joins it: the chunks of long prompts would make it longer for those.
@@ -365,6 +387,7 @@ class Scheduler:
         for request in chosen:
             start, end = request.next_token, request.ends.popleft()
             request.seconds_left.popleft()
+            request.num_planned += 1
             request.next_token, request.served_at = end, now
             token_ids = request.token_ids[start:end]
             step.chunks.add(

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
 PolicyName: TypeAlias = Literal["fixed", "dynamic", "optimal"]
-# (start, end) of what is to be computed → where each chunk ends; the last number is `end`.
-ChunkPolicy: TypeAlias = Callable[[int, int], tuple[int, ...]]
+# (start, end) of what is to be computed, and how many requests keep the pipeline filled together → where each chunk
+# ends; the last number is `end`.
+ChunkPolicy: TypeAlias = Callable[[int, int, int], tuple[int, ...]]
 
 # Smallest step between two cuts; kernels like round numbers (the published rule: max(page_size, 64)).
 MIN_ALIGNMENT = 64

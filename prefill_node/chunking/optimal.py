@@ -3,6 +3,9 @@
 With stage time t the makespan of a chain of chunks through P equal stages is Σt + (P-1)·max t. Dynamic programming over
 the cuts, for a bound T on each chunk's time, gives the least Σt (TeraPipe, Li et al., ICML 2021, enumerates T). Here T
 is searched by branch and bound, which leaves out bounds that cannot win, so the answer is exact on its grid.
+
+Filling and draining the pipeline, (P-1)·max t, is paid once by all requests that follow each other without a gap, so a
+request that shares the pipeline with m - 1 others counts one m-th of it, and gets larger chunks.
 """
 
 from __future__ import annotations
@@ -25,25 +28,35 @@ Floats = npt.NDArray[np.float64]
 
 
 @functools.lru_cache(maxsize=256)
-def cuts(start: int, end: int, *, cost: GroupCost, chunk_tokens: int, align: int) -> tuple[int, ...]:
+def cuts(start: int, end: int, *, cost: GroupCost, chunk_tokens: int, align: int, sharing: int = 1) -> tuple[int, ...]:
     """Where the chunks end; never later done, by the cost, than `fixed` or `dynamic` chunks of at most the same size.
 
     Args:
         chunk_tokens: the most tokens of a chunk.
+        sharing: requests that keep the pipeline filled together, this one included.
     """
+    waits = (len(cost.stages) - 1) / sharing
     step = align * -(-(end - start) // (align * _MAX_POINTS))
     if step > chunk_tokens:
         step = align
     grid = [start, *range((start // step + 1) * step, end, step), end]
-    candidates = [without_small_tail(start, best_cuts(grid, cost, chunk_tokens), align, chunk_tokens)]
+    candidates = [without_small_tail(start, best_cuts(grid, cost, chunk_tokens, waits), align, chunk_tokens)]
     for size in {chunk_tokens, *(max(align, chunk_tokens // part // align * align) for part in (2, 4))}:
         candidates.append(fixed.cuts(start, end, chunk_tokens=size, align=align))
         candidates.append(dynamic.cuts(start, end, cost=cost, chunk_tokens=size, align=align))
-    return min(candidates, key=lambda ends: (cost.makespan(start, ends), len(ends)))
+    return min(candidates, key=lambda ends: (_value(cost, start, ends, waits), len(ends)))
 
 
-def best_cuts(grid: list[int], cost: GroupCost, max_tokens: int) -> tuple[int, ...]:
-    """The ends that minimise Σt + (P-1)·max t over cuts at grid points, t on the slowest stage.
+def _value(cost: GroupCost, start: int, ends: tuple[int, ...], waits: float) -> float:
+    if waits == len(cost.stages) - 1:
+        # Exact, also where stages differ.
+        return cost.makespan(start, ends)
+    seconds = [cost.seconds(begin, end - begin) for begin, end in itertools.pairwise((start, *ends))]
+    return sum(seconds) + waits * max(seconds)
+
+
+def best_cuts(grid: list[int], cost: GroupCost, max_tokens: int, waits: float) -> tuple[int, ...]:
+    """The ends that minimise Σt + waits·max t over cuts at grid points, t on the slowest stage.
 
     Args:
         grid: increasing; first and last are the range's own.
@@ -56,7 +69,6 @@ def best_cuts(grid: list[int], cost: GroupCost, max_tokens: int) -> tuple[int, .
         raise ValueError(f"a grid of steps of {int(np.diff(points).max())} allows no chunk of {max_tokens} tokens")
     times = _times(points, cost, max_tokens)
     bounds = np.unique(times[np.isfinite(times)])
-    waits = len(cost.stages) - 1
     # What has been tried: index of the bound → least Σt, or infinity where no cuts keep to it.
     tried: dict[int, float] = {}
     best, best_value = len(bounds) - 1, float("inf")

@@ -18,10 +18,12 @@ def make_policy(
         smoothing: of `dynamic`.
     """
     align = alignment(page_size, chunk_tokens)
-    if name == "dynamic":
-        return lambda start, end: dynamic.cuts(
-            start, end, cost=cost(), chunk_tokens=chunk_tokens, align=align, smoothing=smoothing
-        )
-    if name == "optimal":
-        return lambda start, end: optimal.cuts(start, end, cost=cost(), chunk_tokens=chunk_tokens, align=align)
-    return lambda start, end: fixed.cuts(start, end, chunk_tokens=chunk_tokens, align=align)
+
+    def policy(start: int, end: int, sharing: int) -> tuple[int, ...]:
+        if name == "dynamic":
+            return dynamic.cuts(start, end, cost=cost(), chunk_tokens=chunk_tokens, align=align, smoothing=smoothing)
+        if name == "optimal":
+            return optimal.cuts(start, end, cost=cost(), chunk_tokens=chunk_tokens, align=align, sharing=sharing)
+        return fixed.cuts(start, end, chunk_tokens=chunk_tokens, align=align)
+
+    return policy

@@ -23,25 +23,29 @@ def spans(start: int, ends: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(itertools.pairwise((start, *ends)))
 
 
-def objective(cost: GroupCost, start: int, ends: tuple[int, ...]) -> float:
+def objective(cost: GroupCost, start: int, ends: tuple[int, ...], waits: float) -> float:
     times = [cost.seconds(begin, end - begin) for begin, end in spans(start, ends)]
-    return sum(times) + (len(cost.stages) - 1) * max(times)
+    return sum(times) + waits * max(times)
 
 
-@given(COSTS, st.lists(st.integers(1, 5), min_size=1, max_size=9), st.integers(5, 30), st.integers(0, 50))
+@given(
+    COSTS, st.lists(st.integers(1, 5), min_size=1, max_size=9), st.integers(5, 30), st.integers(0, 50), st.floats(0, 7)
+)
 @settings(max_examples=200, deadline=None)
-def test_optimal_equals_brute_force(cost: GroupCost, steps: list[int], max_tokens: int, start: int) -> None:
+def test_optimal_equals_brute_force(
+    cost: GroupCost, steps: list[int], max_tokens: int, start: int, waits: float
+) -> None:
     grid = list(itertools.accumulate([start, *steps]))
-    found = optimal.best_cuts(grid, cost, max_tokens)
+    found = optimal.best_cuts(grid, cost, max_tokens, waits)
     every = [
-        objective(cost, start, (*inner, grid[-1]))
+        objective(cost, start, (*inner, grid[-1]), waits)
         for size in range(len(grid) - 1)
         for inner in itertools.combinations(grid[1:-1], size)
         if all(end - begin <= max_tokens for begin, end in spans(start, (*inner, grid[-1])))
     ]
     assert set(found) <= set(grid)
     assert all(end - begin <= max_tokens for begin, end in spans(start, found))
-    assert objective(cost, start, found) == pytest.approx(min(every), rel=1e-9)
+    assert objective(cost, start, found, waits) == pytest.approx(min(every), rel=1e-9)
 
 
 @given(COSTS, st.integers(1, 5000), st.integers(0, 2000), st.sampled_from([64, 100, 512, 4096]))

@@ -34,7 +34,7 @@ def make(max_queued: int = 100, stages: int = STAGES, clock: Clock | None = None
         num_stages=stages,
         world_size=WORLD,
         limits=Limits(CHUNK, LOOK_AHEAD, max_running=3, max_queued=max_queued, max_wait_seconds=MAX_WAIT),
-        cuts=lambda start, end: fixed.cuts(start, end, chunk_tokens=CHUNK, align=1),
+        cuts=lambda start, end, sharing: fixed.cuts(start, end, chunk_tokens=CHUNK, align=1),
         seconds=lambda prefix, count: float(count),
         clock=clock or Clock(),
     )
@@ -235,7 +235,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def bounded_and_balanced(self) -> None:
         self.scheduler.pool.check()
-        assert self.scheduler.steps_in_flight <= STAGES + LOOK_AHEAD
+        assert self.scheduler.steps_in_flight <= STAGES * (1 + LOOK_AHEAD)
         assert self.scheduler.num_running <= 3
 
     def teardown(self) -> None:

@@ -19,7 +19,7 @@ import torch
 from transformers import AttentionInterface
 
 from headwater.errors import UnsupportedModel
-from prefill_node.kv_pool import StepCache
+from prefill_node.step_cache import StepCache
 
 NAME = "headwater_chunked"
 

@@ -1,4 +1,4 @@
-"""The subcommands of this package: `headwater prefill serve`, `prefill worker`, `trace` and `import-model`."""
+"""The subcommands of this package: `headwater prefill serve`, `prefill worker`, `trace`, `simulate`, `import-model`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,22 @@ def add_commands(subparsers: Subparsers) -> None:
     trace.add_argument("--group", metavar="NAME", help="ask this prefill group only (default: all, in their order)")
     trace.set_defaults(run=_trace)
 
+    simulate = subparsers.add_parser("simulate", help="say what a prefill group would do with a workload")
+    simulate.add_argument("cluster", type=Path, metavar="FILE", help="cluster file (TOML)")
+    simulate.add_argument("--group", metavar="NAME", help="the prefill group (default: the file's first)")
+    simulate.add_argument(
+        "--workload",
+        required=True,
+        metavar="WORKLOAD",
+        help="COUNTxTOKENS[@START][+EVERY],... in seconds, or a file of JSON lines: at, tokens, priority, cancel_at",
+    )
+    simulate.add_argument("--profile", metavar="NAME", help="published costs instead of those measured here")
+    simulate.add_argument("--gbps", type=float, default=100.0, help="of each stage's link, in Gbit/s (default: 100)")
+    simulate.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    simulate.add_argument("--out", type=Path, metavar="FILE", help="write the timeline there, for Perfetto")
+    simulate.add_argument("--svg", type=Path, metavar="FILE", help="draw a Gantt chart there")
+    simulate.set_defaults(run=_simulate)
+
     convert = subparsers.add_parser("import-model", help="turn a GGUF file into a safetensors folder")
     convert.add_argument("gguf", type=Path, help="the GGUF file")
     convert.add_argument("folder", type=Path, help="the folder to make")
@@ -73,6 +89,26 @@ def _trace(arguments: argparse.Namespace) -> int:
     request_id: str = arguments.request
     group, response = asyncio.run(fetch_trace(request_id, groups, cluster.deadlines.reply))
     write_trace(request_id, group, response, arguments.out or Path(default_file_name(request_id)), arguments.svg)
+    return 0
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from rich.console import Console  # noqa: PLC0415
+
+    from prefill_node import simulate  # noqa: PLC0415
+
+    cluster = load_cluster(arguments.cluster)
+    section = cluster.prefill_named(arguments.group) if arguments.group else cluster.prefill[0]
+    arrivals = simulate.parse_workload(arguments.workload)
+    result = simulate.run_group(cluster, section, arrivals, arguments.profile, arguments.gbps)
+    simulate.report(
+        result,
+        f"{section.name}: {arguments.workload}",
+        as_json=arguments.json,
+        trace=arguments.out,
+        svg=arguments.svg,
+        console=Console(),
+    )
     return 0
 
 

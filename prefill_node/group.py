@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from headwater.cluster import Cluster, Prefill
-from headwater.errors import HeadwaterError, InvalidRequest, PeerUnavailable, UnsupportedModel
+from headwater.errors import HeadwaterError, InvalidConfig, InvalidRequest, PeerUnavailable, UnsupportedModel
 from headwater.lifecycle import get_logger
 from headwater.rpc import Server
-from headwater.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headwater.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from kv_transfer.geometry import geometry_of
 from kv_transfer.metrics_server import MetricsServer
 from kv_transfer.model_folder import ModelFolder, check_parallel, layer_boundaries, read_model_folder
@@ -25,6 +25,7 @@ from prefill_node.costs import LearnedCost, relative_error
 from prefill_node.leader import Leader
 from prefill_node.links import WorkerLinks
 from prefill_node.pages import PagePool
+from prefill_node.profiles import PROFILES
 from prefill_node.profiling import load, measure, profile_points, save, saved_at
 from prefill_node.scheduler import Limits, Scheduler
 
@@ -39,6 +40,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 30.0
 def worker_configs(cluster: Cluster, group: Prefill, folder: ModelFolder, epoch: str) -> list[worker_pb2.WorkerConfig]:
     """What each rank must know, in rank order; rank = stage · tp + tensor rank."""
     boundaries = layer_boundaries(folder.num_layers, group.pp, group.layer_splits)
+    emulated = _emulated_costs(group) if group.device == "emulated" else None
     return [
         worker_pb2.WorkerConfig(
             group=group.name,
@@ -62,9 +64,21 @@ def worker_configs(cluster: Cluster, group: Prefill, folder: ModelFolder, epoch:
             reply_seconds=cluster.deadlines.reply,
             acknowledge_seconds=cluster.deadlines.acknowledge,
             step_seconds=cluster.deadlines.step,
+            emulated_cost=emulated[rank // group.tp] if emulated is not None else None,
         )
         for rank in range(group.pp * group.tp)
     ]
+
+
+def _emulated_costs(group: Prefill) -> list[common_pb2.StageCost]:
+    profile = PROFILES.get(group.emulated_profile)
+    if profile is None:
+        raise InvalidConfig(
+            f"prefill {group.name}: emulated_profile = {group.emulated_profile!r} is unknown; choose one of "
+            f"{', '.join(PROFILES)}."
+        )
+    stages = profile.cost(group.pp).stages
+    return [common_pb2.StageCost(**dataclasses.asdict(stage.scaled(group.emulated_time_scale))) for stage in stages]
 
 
 class Group:
@@ -253,7 +267,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             metrics_addresses=[self._metrics, *(ready[rank].metrics_address for rank in sorted(ready))],
             chunk_policy=config.chunk_policy,
             costs=[
-                prefill_pb2.StageCost(**dataclasses.asdict(cost))
+                common_pb2.StageCost(**dataclasses.asdict(cost))
                 for cost in (leader.cost.group.stages if leader.cost.measured else ())
             ],
             backlog_seconds=scheduler.backlog_seconds,

@@ -11,16 +11,21 @@ import dataclasses
 
 from headwater.v1 import prefill_pb2, worker_pb2
 
-# Requests that ended and are still remembered, and spans of one request that are kept at most.
-_REMEMBERED, _MAX_SPANS = 64, 20_000
+# Requests that ended and are still remembered, steps of all stages together, and boxes of one request.
+_REMEMBERED, _MAX_RUNS, _MAX_SENT = 64, 100_000, 20_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageRun:
-    """One step on one stage; seconds on the leader's clock."""
+    """One step on one stage; seconds on the leader's clock.
+
+    Attributes:
+        chunks: (request, first token, end) of what was computed.
+    """
 
     stage: int
-    step: worker_pb2.Step
+    sequence: int
+    chunks: tuple[tuple[str, int, int], ...]
     start: float
     end: float
 
@@ -38,7 +43,7 @@ class Sent:
 @dataclasses.dataclass
 class _Record:
     queued_at: float
-    runs: list[StageRun] = dataclasses.field(default_factory=list)
+    ended_at: float = float("inf")
     sent: list[Sent] = dataclasses.field(default_factory=list)
 
 
@@ -46,6 +51,7 @@ class History:
     """Spans by request. Bounded, whatever the number and the length of requests."""
 
     def __init__(self) -> None:
+        self._runs: collections.deque[StageRun] = collections.deque(maxlen=_MAX_RUNS)
         self._running: dict[str, _Record] = {}
         self._ended: collections.OrderedDict[str, _Record] = collections.OrderedDict()
 
@@ -54,25 +60,23 @@ class History:
         self._running[request_id] = _Record(now)
 
     def ran(self, run: StageRun) -> None:
-        """Goes to every request that was here meanwhile: it explains what they waited for."""
-        for record in self._running.values():
-            if len(record.runs) < _MAX_SPANS:
-                record.runs.append(run)
+        self._runs.append(run)
 
     def sent(self, sent: Sent) -> None:
         record = self._running.get(sent.kv.request_id) or self._ended.get(sent.kv.request_id)
-        if record is not None and len(record.sent) < _MAX_SPANS:
+        if record is not None and len(record.sent) < _MAX_SENT:
             record.sent.append(sent)
 
-    def end(self, request_id: str) -> None:
+    def end(self, request_id: str, now: float) -> None:
         record = self._running.pop(request_id, None)
         if record is not None:
+            record.ended_at = now
             self._ended[request_id] = record
             if len(self._ended) > _REMEMBERED:
                 self._ended.popitem(last=False)
 
     def trace(self, request_id: str, num_stages: int) -> prefill_pb2.TracePrefillResponse | None:
-        """What is known of a request; None when it is not known."""
+        """What is known of a request, with what the stages computed of others meanwhile; None when nothing is."""
         record = self._running.get(request_id) or self._ended.get(request_id)
         if record is None:
             return None
@@ -80,16 +84,16 @@ class History:
         stages = [
             prefill_pb2.StageSpan(
                 stage=run.stage,
-                sequence=run.step.sequence,
+                sequence=run.sequence,
                 start=run.start - zero,
                 end=run.end - zero,
-                request_id=chunk.request_id,
-                token_start=chunk.start,
-                token_end=chunk.end,
+                request_id=owner,
+                token_start=start,
+                token_end=end,
             )
-            for run in record.runs
-            for chunk in run.step.chunks
-            if not chunk.void
+            for run in self._runs
+            if run.end >= record.queued_at and run.start <= record.ended_at
+            for owner, start, end in run.chunks
         ]
         transfers = [
             prefill_pb2.TransferSpan(

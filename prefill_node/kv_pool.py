@@ -1,4 +1,4 @@
-"""One rank's KV pool as tensors, and the cache through which `transformers` layers fill it.
+"""One rank's KV pool as tensors.
 
 Memory has the form of `kv_transfer.geometry.PagedLayout`; slot = page · page_size + offset in the page.
 Suffixes: T tokens of a step, L tokens of a prefix, H key/value heads of this rank, K key size, V value size.
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from transformers import Cache
 
 from headwater.v1 import common_pb2
 from kv_transfer import memory
@@ -49,7 +47,12 @@ class KvPool:
     ) -> None:
         cell = CellSize.of(geometry)
         self.layout = PagedLayout(layers, heads, geometry.page_size, num_pages, cell)
-        self._memory = torch.empty(self.layout.total_bytes, dtype=torch.uint8, device=device)
+        num_bytes = self.layout.total_bytes
+        # Zeros, because profiling reads what nobody has written.
+        if device.type == "cpu":
+            self._memory = torch.frombuffer(HostBuffer(num_bytes).view(), dtype=torch.uint8)
+        else:
+            self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._dtype = DTYPES[geometry.dtype]
         flat = self._memory.view(self._dtype)
         slots = num_pages * geometry.page_size
@@ -59,6 +62,12 @@ class KvPool:
         values = [view.view(shapes[1]) for view in views[1::2]]
         # By layer number of the whole model.
         self._layers = dict(zip(range(layers.start, layers.end), zip(keys, values, strict=True), strict=True))
+
+    def fill(self, layer: int, chunk: PlacedChunk, value: float) -> None:
+        """Stores `value` as all keys and values of a chunk."""
+        for pool in self._layers[layer]:
+            for slot, count in chunk.chunk_runs:
+                pool[slot : slot + count] = value
 
     @property
     def num_bytes(self) -> int:
@@ -146,32 +155,3 @@ class FetchedKv:
 
     def digest(self, box: Box) -> bytes:
         return self.pool.digest(self.pages, box)
-
-
-class StepCache(Cache):
-    """What `transformers` calls a cache, for one step: stores each layer's new keys and values in the pool.
-
-    `update` gives the new keys and values back as they are; the attention function reads the prefix itself.
-    """
-
-    def __init__(self, pool: KvPool, chunks: list[PlacedChunk]) -> None:
-        super().__init__(layers=[])
-        self.pool = pool
-        self.chunks = chunks
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Args:
-        key_states, value_states: [1, H, T, K] and [1, H, T, V], the tokens of all chunks of the step.
-        layer_idx: number of the layer in the whole model.
-        """
-        key_THK, value_THV = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        for chunk in self.chunks:
-            tokens = slice(chunk.offset, chunk.offset + len(chunk.tokens))
-            self.pool.write(layer_idx, chunk, key_THK[tokens], value_THV[tokens])
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions are always given, so nobody needs this."""
-        return 0

@@ -78,8 +78,8 @@ class Leader:
         self._deadlines = deadlines
         self._callers: dict[str, _Caller] = {}
         self._links: WorkerLinks | None = None
-        # What each stage was given and has not reported: (step, when).
-        self._given: dict[tuple[int, int], tuple[worker_pb2.Step, float]] = {}
+        # What each stage was given and has not reported, by (stage, sequence).
+        self._given: dict[tuple[int, int], worker_pb2.Step] = {}
         self._watch: asyncio.TimerHandle | None = None
         # Why the group does not serve; empty when it does.
         self.not_serving = "starting"
@@ -190,11 +190,10 @@ class Leader:
             return
         entries = self.scheduler.plan()
         self._append(entries)
-        now = time.monotonic()
         for entry in entries:
             if isinstance(entry.entry, worker_pb2.Step):
                 assert entry.stage is not None
-                self._given[entry.stage, entry.entry.sequence] = entry.entry, now
+                self._given[entry.stage, entry.entry.sequence] = entry.entry
                 if entry.stage == 0:
                     self._step_begun(entry.entry)
         metrics.QUEUED.set(self.scheduler.num_queued)
@@ -275,12 +274,12 @@ class Leader:
 
     def _stage_done(self, stage: int, done: worker_pb2.StepDone) -> None:
         now = time.monotonic()
-        step, _ = self._given.pop((stage, done.sequence))
+        step = self._given.pop((stage, done.sequence))
         self._expect_progress()
-        computed = [(chunk.start, chunk.end - chunk.start) for chunk in step.chunks if not chunk.void]
+        computed = tuple((chunk.request_id, chunk.start, chunk.end) for chunk in step.chunks if not chunk.void)
         if computed:
-            self.cost.add(stage, computed, done.compute_seconds)
-            self.history.ran(StageRun(stage, step, now - done.compute_seconds, now))
+            self.cost.add(stage, [(start, end - start) for _, start, end in computed], done.compute_seconds)
+            self.history.ran(StageRun(stage, done.sequence, computed, now - done.compute_seconds, now))
             metrics.STAGE_SECONDS.labels(stage).inc(done.compute_seconds)
             error = self.cost.stages[stage].error
             if error is not None:
@@ -341,7 +340,7 @@ class Leader:
         """The caller is gone: answered, or cancelled while the request still runs."""
         request_id = caller.request.request_id
         self._callers.pop(request_id, None)
-        self.history.end(request_id)
+        self.history.end(request_id, time.monotonic())
         for timer in (caller.hold, caller.patience):
             if timer is not None:
                 timer.cancel()

@@ -24,7 +24,8 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from headwater.errors import UnsupportedModel
 from kv_transfer.geometry import Span
 from prefill_node import attention
-from prefill_node.kv_pool import KvPool, PlacedChunk, StepCache
+from prefill_node.kv_pool import KvPool, PlacedChunk
+from prefill_node.step_cache import StepCache
 
 
 class _Absent(nn.Module):

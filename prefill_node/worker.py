@@ -32,14 +32,17 @@ from kv_transfer.writer import Writer
 from prefill_node import worker_metrics as metrics
 from prefill_node.commands import add_worker_arguments
 from prefill_node.control import Control
+from prefill_node.costs import StageCost
 from prefill_node.deliveries import Deliveries
+from prefill_node.emulated import EmulatedStage
 from prefill_node.kv_pool import DTYPES, FetchedKv, KvPool, PlacedChunk
 from prefill_node.pipeline import Pipeline, Place, join, listen_for_store
 from prefill_node.sampling import sample
-from prefill_node.stage import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from prefill_node.stage import Stage
 
 log = get_logger(__name__)
 
@@ -62,7 +65,7 @@ class StepRunner:
     def __init__(
         self,
         place: Place,
-        stage: Stage,
+        stage: Stage | EmulatedStage,
         pool: KvPool,
         pipeline: Pipeline,
         computed: Callable[[str, Span], None],
@@ -184,21 +187,13 @@ class Worker:
         configure_logging(config.group, config.log_level, self._rank)
         place = Place(self._rank, config.pp, config.tp)
         torch.set_num_threads(config.num_threads)
-        device = torch.device(config.device)
+        device = torch.device("cuda" if config.device == "cuda" else "cpu")
         # Engine, store and process group start threads, which inherit this thread's cores: pin after them.
         engine = MooncakeEngine(self._host, config.transport, config.write_seconds)
         mesh = self._join(place, config)
         exporter = MetricsServer(self._host, 0)
         layers = Span(config.layer_boundaries[place.stage], config.layer_boundaries[place.stage + 1])
-        stage = Stage(
-            Path(config.model),
-            layers=layers,
-            num_layers=config.geometry.num_layers,
-            dtype=DTYPES[config.geometry.dtype],
-            device=device,
-            tensor_mesh=mesh,
-            max_context_tokens=config.max_context_tokens,
-        )
+        stage = _make_stage(config, layers, device, mesh)
         share = head_share(config.geometry.num_kv_heads, config.tp, place.tensor_rank)
         heads = share.heads
         pool = KvPool(config.geometry, layers, heads, config.num_pages, device)
@@ -232,7 +227,8 @@ class Worker:
         )
         if config.HasField("core"):
             os.sched_setaffinity(0, {config.core})
-        _warm_up(place, stage, pool)
+        if not isinstance(stage, EmulatedStage):
+            _warm_up(place, stage, pool)
         ready = worker_pb2.Ready(
             parameter_bytes=stage.parameter_bytes,
             num_parameters=stage.num_parameters,
@@ -317,6 +313,33 @@ class Worker:
             self._control.call(deliveries.redirect, entry.redirect)
         elif entry.HasField("forget"):
             self._control.call(deliveries.forget, entry.forget.request_id)
+
+
+def _make_stage(
+    config: worker_pb2.WorkerConfig, layers: Span, device: torch.device, mesh: DeviceMesh | None
+) -> Stage | EmulatedStage:
+    geometry = config.geometry
+    if config.device == "emulated":
+        cost = config.emulated_cost
+        return EmulatedStage(
+            layers,
+            last=layers.end == geometry.num_layers,
+            vocab_size=geometry.vocab_size,
+            dtype=DTYPES[geometry.dtype],
+            cost=StageCost(cost.base, cost.per_prefix_token, cost.per_token, cost.per_pair),
+        )
+    # Takes seconds to import, which emulated groups of many ranks can do without.
+    from prefill_node.stage import Stage  # noqa: PLC0415
+
+    return Stage(
+        Path(config.model),
+        layers=layers,
+        num_layers=geometry.num_layers,
+        dtype=DTYPES[geometry.dtype],
+        device=device,
+        tensor_mesh=mesh,
+        max_context_tokens=config.max_context_tokens,
+    )
 
 
 def _warm_up(place: Place, stage: Stage, pool: KvPool) -> None:

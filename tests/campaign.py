@@ -25,6 +25,8 @@ from tests.kv_transfer.machine import TransferMachine
 from tests.oracle import Oracle, prompts
 
 PAGE_SIZE, CHUNK_TOKENS = 64, 512
+# Histories of transfers between two lines of progress.
+_PROGRESS = 250
 LONGER = [2, 100, 200, 300, 400, 600, 777, 900, 1100, 1500, 2047, 6000]
 
 
@@ -56,6 +58,13 @@ def run_transfer(runs: int) -> int:
     # Everything that goes wrong is meant to.
     logging.disable(logging.CRITICAL)
     started = time.monotonic()
+
+    class Counted(TransferMachine):
+        def teardown(self) -> None:
+            super().teardown()
+            if self.happened["runs"] % _PROGRESS == 0:
+                _say(f"{self.happened['runs']} runs in {time.monotonic() - started:.0f} s")
+
     hypothesis = settings(
         max_examples=runs,
         stateful_step_count=40,
@@ -66,7 +75,7 @@ def run_transfer(runs: int) -> int:
         suppress_health_check=list(HealthCheck),
     )
     try:
-        run_state_machine_as_test(TransferMachine, settings=hypothesis)
+        run_state_machine_as_test(Counted, settings=hypothesis)
     except BaseException:
         _say(f"FAILED after {time.monotonic() - started:.0f} s; so far: {dict(TransferMachine.happened)}")
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import tokenizers
@@ -30,10 +31,16 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 
 
-def make(name: str, folder: Path) -> Path:
-    """Writes the model `name` with random weights, and a tokenizer, to `folder`."""
+def make(name: str, folder: Path, **changes: int) -> Path:
+    """Writes the model `name` with random weights, and a tokenizer, to `folder`.
+
+    Args:
+        changes: to the architecture's configuration.
+    """
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+    config = copy.deepcopy(CONFIGS[name])
+    config.update(changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # Biases start as zeros, which would hide a wrong shard.
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("bias"):

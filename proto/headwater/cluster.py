@@ -82,7 +82,11 @@ class Prefill(Struct, frozen=True, forbid_unknown_fields=True):
     max_queued_requests: Positive = 256
     # Hosts of the ranks in order, each taking an equal share; absent: all on the leader's host.
     hosts: tuple[str, ...] | None = None
-    device: Literal["cpu", "cuda"] = "cpu"
+    # "emulated" replaces computing by waiting as long as `emulated_profile` says, times `emulated_time_scale`. All else
+    # is real: leader, workers, activations, KV of the model's size, transfers. Answers mean nothing.
+    device: Literal["cpu", "cuda", "emulated"] = "cpu"
+    emulated_profile: str = "h20-qwen3-235b-a22b-fp8-tp4"
+    emulated_time_scale: Annotated[float, Meta(gt=0, le=100)] = 1.0
     threads_per_rank: Positive = 1
     # Cores to pin the ranks to, in rank order; empty: not pinned.
     cores: tuple[Annotated[int, Meta(ge=0)], ...] = ()

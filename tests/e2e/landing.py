@@ -30,7 +30,7 @@ class Landed:
 async def landed_kv(cluster: Cluster, group: str, token_ids: Sequence[int], *, direct: bool = False) -> Landed:
     """Runs one prompt on `group` and has its KV delivered here, over Mooncake."""
     engine = MooncakeEngine("127.0.0.1", "auto", cluster.deadlines.write)
-    arena = SlotArena(engine, 32, 4 * 1024 * 1024)
+    arena = SlotArena(engine, 64, 4 * 1024 * 1024)
     writer = Writer(engine, write_seconds=cluster.deadlines.write, max_bytes_in_flight=arena.slot_bytes)
     server = Server("127.0.0.1:0", ["headwater.v1.TransferService"])
     async with prefill_stub(cluster.prefill_named(group).address) as stub:

@@ -55,13 +55,13 @@ def case(oracle: Oracle) -> answers.Case:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[answers.Site]:
     folder = tmp_path_factory.mktemp("answers")
-    layouts = answers.LAYOUTS
+    layouts = answers.SUITE_LAYOUTS
     with answers.site(folder, model_folder(), layouts, chunk_tokens=CHUNK_TOKENS, page_size=PAGE_SIZE) as running:
         yield running
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("pp", "tp"), answers.LAYOUTS)
+@pytest.mark.parametrize(("pp", "tp"), answers.SUITE_LAYOUTS)
 def test_smollm2_gives_the_oracles_tokens_and_kv(
     site: answers.Site, oracle: Oracle, case: answers.Case, pp: int, tp: int
 ) -> None:

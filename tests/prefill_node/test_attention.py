@@ -12,7 +12,8 @@ from headwater.v1 import common_pb2
 from kv_transfer.geometry import Box, Span
 from kv_transfer.planner import packed_bytes
 from prefill_node.attention import chunked_attention
-from prefill_node.kv_pool import KvPool, PlacedChunk, StepCache
+from prefill_node.kv_pool import KvPool, PlacedChunk
+from prefill_node.step_cache import StepCache
 
 HEADS, KV_HEADS, SIZE, PAGE = 6, 2, 16, 4
 

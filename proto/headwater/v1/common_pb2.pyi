@@ -364,3 +364,33 @@ class DirectRegion(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DirectRegion: _TypeAlias = DirectRegion  # noqa: Y015
+
+@_typing.final
+class StageCost(_message.Message):
+    """Seconds of a chunk of x tokens after L: base + per_prefix_token·L + per_token·x + per_pair·(2·L·x + x²)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: _builtins.int
+    PER_PREFIX_TOKEN_FIELD_NUMBER: _builtins.int
+    PER_TOKEN_FIELD_NUMBER: _builtins.int
+    PER_PAIR_FIELD_NUMBER: _builtins.int
+    base: _builtins.float
+    per_prefix_token: _builtins.float
+    per_token: _builtins.float
+    per_pair: _builtins.float
+    def __init__(
+        self,
+        *,
+        base: _builtins.float = ...,
+        per_prefix_token: _builtins.float = ...,
+        per_token: _builtins.float = ...,
+        per_pair: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "per_pair", b"per_pair", "per_prefix_token", b"per_prefix_token", "per_token", b"per_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageCost: _TypeAlias = StageCost  # noqa: Y015

@@ -319,7 +319,7 @@ class DescribePrefillResponse(_message.Message):
     @_builtins.property
     def metrics_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
-    def costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageCost]:
+    def costs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.StageCost]:
         """What a chunk costs on each stage; empty before anything was measured."""
 
     def __init__(
@@ -341,7 +341,7 @@ class DescribePrefillResponse(_message.Message):
         transport: _builtins.str = ...,
         metrics_addresses: _abc.Iterable[_builtins.str] | None = ...,
         chunk_policy: _builtins.str = ...,
-        costs: _abc.Iterable[Global___StageCost] | None = ...,
+        costs: _abc.Iterable[_common_pb2.StageCost] | None = ...,
         backlog_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
@@ -351,36 +351,6 @@ class DescribePrefillResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribePrefillResponse: _TypeAlias = DescribePrefillResponse  # noqa: Y015
-
-@_typing.final
-class StageCost(_message.Message):
-    """Seconds of a chunk of x tokens after L: base + per_prefix_token·L + per_token·x + per_pair·(2·L·x + x²)."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    BASE_FIELD_NUMBER: _builtins.int
-    PER_PREFIX_TOKEN_FIELD_NUMBER: _builtins.int
-    PER_TOKEN_FIELD_NUMBER: _builtins.int
-    PER_PAIR_FIELD_NUMBER: _builtins.int
-    base: _builtins.float
-    per_prefix_token: _builtins.float
-    per_token: _builtins.float
-    per_pair: _builtins.float
-    def __init__(
-        self,
-        *,
-        base: _builtins.float = ...,
-        per_prefix_token: _builtins.float = ...,
-        per_token: _builtins.float = ...,
-        per_pair: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "per_pair", b"per_pair", "per_prefix_token", b"per_prefix_token", "per_token", b"per_token"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StageCost: _TypeAlias = StageCost  # noqa: Y015
 
 @_typing.final
 class TracePrefillRequest(_message.Message):

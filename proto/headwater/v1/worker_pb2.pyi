@@ -432,6 +432,7 @@ class WorkerConfig(_message.Message):
     ACKNOWLEDGE_SECONDS_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     CHUNK_POLICY_FIELD_NUMBER: _builtins.int
+    EMULATED_COST_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     epoch: _builtins.str
     model: _builtins.str
@@ -459,6 +460,10 @@ class WorkerConfig(_message.Message):
     def geometry(self) -> _common_pb2.Geometry: ...
     @_builtins.property
     def layer_boundaries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def emulated_cost(self) -> _common_pb2.StageCost:
+        """Of device "emulated": what a step takes on this rank's stage."""
+
     def __init__(
         self,
         *,
@@ -483,14 +488,20 @@ class WorkerConfig(_message.Message):
         acknowledge_seconds: _builtins.float = ...,
         step_seconds: _builtins.float = ...,
         chunk_policy: _builtins.str = ...,
+        emulated_cost: _common_pb2.StageCost | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_core", b"_core", "core", b"core", "geometry", b"geometry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_core", b"_core", "_emulated_cost", b"_emulated_cost", "core", b"core", "emulated_cost", b"emulated_cost", "geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_core", b"_core", "acknowledge_seconds", b"acknowledge_seconds", "chunk_policy", b"chunk_policy", "chunk_tokens", b"chunk_tokens", "core", b"core", "device", b"device", "epoch", b"epoch", "geometry", b"geometry", "group", b"group", "layer_boundaries", b"layer_boundaries", "log_level", b"log_level", "max_context_tokens", b"max_context_tokens", "model", b"model", "num_pages", b"num_pages", "num_threads", b"num_threads", "pp", b"pp", "reply_seconds", b"reply_seconds", "send_buffer_bytes", b"send_buffer_bytes", "step_seconds", b"step_seconds", "tp", b"tp", "transport", b"transport", "write_seconds", b"write_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_core", b"_core", "_emulated_cost", b"_emulated_cost", "acknowledge_seconds", b"acknowledge_seconds", "chunk_policy", b"chunk_policy", "chunk_tokens", b"chunk_tokens", "core", b"core", "device", b"device", "emulated_cost", b"emulated_cost", "epoch", b"epoch", "geometry", b"geometry", "group", b"group", "layer_boundaries", b"layer_boundaries", "log_level", b"log_level", "max_context_tokens", b"max_context_tokens", "model", b"model", "num_pages", b"num_pages", "num_threads", b"num_threads", "pp", b"pp", "reply_seconds", b"reply_seconds", "send_buffer_bytes", b"send_buffer_bytes", "step_seconds", b"step_seconds", "tp", b"tp", "transport", b"transport", "write_seconds", b"write_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__core: _TypeAlias = _typing.Literal["core"]  # noqa: Y015
     _WhichOneofArgType__core: _TypeAlias = _typing.Literal["_core", b"_core"]  # noqa: Y015
+    _WhichOneofReturnType__emulated_cost: _TypeAlias = _typing.Literal["emulated_cost"]  # noqa: Y015
+    _WhichOneofArgType__emulated_cost: _TypeAlias = _typing.Literal["_emulated_cost", b"_emulated_cost"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__core) -> _WhichOneofReturnType__core | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__emulated_cost) -> _WhichOneofReturnType__emulated_cost | None: ...
 
 Global___WorkerConfig: _TypeAlias = WorkerConfig  # noqa: Y015
 

@@ -7,7 +7,7 @@ import dataclasses
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,17 @@ from prefill_node.costs import LearnedCost, relative_error
 from prefill_node.leader import Leader
 from prefill_node.links import WorkerLinks
 from prefill_node.pages import PagePool
+from prefill_node.partition import partition
 from prefill_node.profiles import PROFILES
-from prefill_node.profiling import load, measure, profile_points, save, saved_at
+from prefill_node.profiling import (
+    load,
+    load_boundaries,
+    measure,
+    profile_points,
+    save,
+    save_boundaries,
+    saved_at,
+)
 from prefill_node.scheduler import Limits, Scheduler
 
 log = get_logger(__name__)
@@ -37,9 +46,16 @@ _PROFILE_SECONDS = 20.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 30.0
 
 
-def worker_configs(cluster: Cluster, group: Prefill, folder: ModelFolder, epoch: str) -> list[worker_pb2.WorkerConfig]:
-    """What each rank must know, in rank order; rank = stage · tp + tensor rank."""
-    boundaries = layer_boundaries(folder.num_layers, group.pp, group.layer_splits)
+def worker_configs(
+    cluster: Cluster, group: Prefill, folder: ModelFolder, epoch: str, boundaries: Sequence[int] | None = None
+) -> list[worker_pb2.WorkerConfig]:
+    """What each rank must know, in rank order; rank = stage · tp + tensor rank.
+
+    Args:
+        boundaries: of the stages' layers; None: as the configuration says.
+    """
+    measured = boundaries is not None
+    boundaries = boundaries or layer_boundaries(folder.num_layers, group.pp, group.layer_splits)
     emulated = _emulated_costs(group) if group.device == "emulated" else None
     return [
         worker_pb2.WorkerConfig(
@@ -64,6 +80,7 @@ def worker_configs(cluster: Cluster, group: Prefill, folder: ModelFolder, epoch:
             reply_seconds=cluster.deadlines.reply,
             acknowledge_seconds=cluster.deadlines.acknowledge,
             step_seconds=cluster.deadlines.step,
+            measure_layers=group.measure_layers and not measured,
             emulated_cost=emulated[rank // group.tp] if emulated is not None else None,
         )
         for rank in range(group.pp * group.tp)
@@ -96,12 +113,19 @@ class Group:
         self._folder = folder
         self._address = address
         self._metrics = metrics
+        # Of the stages' layers, when they were measured on this machine.
+        self._boundaries: list[int] | None = None
         self._renew()
+        if section.measure_layers:
+            self._boundaries = load_boundaries(self.configs[0])
+            self._renew()
 
     def _renew(self) -> None:
         """A new incarnation: nothing of the last one is used again."""
         section, deadlines = self._section, self._cluster.deadlines
-        self.configs = worker_configs(self._cluster, section, self._folder, epoch=secrets.token_hex(8))
+        self.configs = worker_configs(
+            self._cluster, section, self._folder, epoch=secrets.token_hex(8), boundaries=self._boundaries
+        )
         config = self.configs[0]
         cost = LearnedCost(section.pp)
         self.leader = Leader(
@@ -154,6 +178,10 @@ class Group:
             PeerUnavailable, DeadlinePassed: a worker did not come up.
         """
         await self.links.start(self._address)
+        if self._section.measure_layers and self._boundaries is None and self._split_layers():
+            await self.links.kill()
+            self._renew()
+            await self.links.start(self._address)
         if self._section.chunk_policy != "fixed":
             await self._learn_costs()
         self.leader.begin(self.links)
@@ -181,6 +209,27 @@ class Group:
     async def stop(self) -> None:
         self.leader.stop_serving("shutting down")
         await self.links.stop(self._cluster.deadlines.stop)
+
+    def _split_layers(self) -> bool:
+        """Decides which layers each stage gets, by what the workers have measured. Returns whether that is new."""
+        config, ready = self.configs[0], self.links.ready
+        first_ranks = [ready[stage * config.tp] for stage in range(config.pp)]
+        seconds = [taken for rank in first_ranks for taken in rank.layer_seconds]
+        if len(seconds) != config.geometry.num_layers:
+            # Emulated stages have no layers.
+            return False
+        self._boundaries = partition(
+            seconds, config.pp, first=first_ranks[0].beside_seconds, last=first_ranks[-1].beside_seconds
+        )
+        save_boundaries(config, self._boundaries)
+        log.info(
+            "layers were measured",
+            boundaries=self._boundaries,
+            layer_seconds=[round(taken, 6) for taken in seconds],
+            first_seconds=round(first_ranks[0].beside_seconds, 6),
+            last_seconds=round(first_ranks[-1].beside_seconds, 6),
+        )
+        return self._boundaries != list(config.layer_boundaries)
 
     async def _learn_costs(self) -> None:
         config, leader = self.configs[0], self.leader

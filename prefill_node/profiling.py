@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -22,6 +23,8 @@ from prefill_node.costs import Chunks
 from prefill_node.links import WorkerLinks
 
 log = get_logger(__name__)
+
+T = TypeVar("T")
 
 _REQUEST = "profile"
 # As many points as a cost has coefficients are measured in any case.
@@ -34,12 +37,11 @@ def profile_points(max_tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
     """(prefix, count) to be measured, cheap ones first: every fourth of the chunk size, after no prefix, and up to the
     longest that leaves room for it.
     """
-    counts = sorted({max(1, chunk_tokens * part // 4) for part in (1, 2, 4)})
+    counts = {min(max(1, chunk_tokens * part // 4), max_tokens) for part in (1, 2, 4)}
     points = {
         (min(prefix, max_tokens - count), count)
         for count in counts
         for prefix in (0, max_tokens // 8, max_tokens // 2, max_tokens)
-        if count <= max_tokens
     }
     return sorted(points, key=lambda point: ((2 * point[0] + point[1]) * point[1], point))
 
@@ -104,7 +106,34 @@ async def measure(
 
 
 def saved_at(config: worker_pb2.WorkerConfig) -> Path:
-    """The file for this machine, model and layout."""
+    """The file of the costs on this machine, for this model and layout."""
+    return _file(config, "costs", list(config.layer_boundaries))
+
+
+def load(path: Path, num_stages: int) -> Samples | None:
+    """Samples of an earlier start; None when there are none that can be read."""
+    samples = _read(path, Samples)
+    return samples if samples is not None and len(samples) == num_stages and all(samples) else None
+
+
+def save(path: Path, samples: Samples) -> None:
+    """Failing to save costs the next start some seconds, and nothing else."""
+    _write(path, samples)
+
+
+def load_boundaries(config: worker_pb2.WorkerConfig) -> list[int] | None:
+    """How the layers were split at an earlier start, by what they took; None when it is not known."""
+    boundaries = _read(_file(config, "layers"), list[int])
+    fits = boundaries is not None and len(boundaries) == config.pp + 1
+    return boundaries if fits else None
+
+
+def save_boundaries(config: worker_pb2.WorkerConfig, boundaries: list[int]) -> None:
+    """For `load_boundaries`."""
+    _write(_file(config, "layers"), boundaries)
+
+
+def _file(config: worker_pb2.WorkerConfig, kind: str, *more: object) -> Path:
     geometry = config.geometry
     what = [
         _processor(),
@@ -115,36 +144,34 @@ def saved_at(config: worker_pb2.WorkerConfig) -> Path:
         geometry.dtype,
         config.pp,
         config.tp,
-        list(config.layer_boundaries),
         config.chunk_tokens,
         config.num_pages * geometry.page_size,
+        config.emulated_cost.SerializeToString().hex(),
+        *more,
     ]
     name = hashlib.sha256(repr(what).encode()).hexdigest()[:24]
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    return cache / "headwater" / "costs" / f"{name}.json"
+    return cache / "headwater" / kind / f"{name}.json"
 
 
-def load(path: Path, num_stages: int) -> Samples | None:
-    """Samples of an earlier start; None when there are none that can be read."""
+def _read(path: Path, kind: type[T]) -> T | None:
     try:
-        samples = msgspec.json.decode(path.read_bytes(), type=Samples)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:
-        log.warning("saved costs cannot be read; profiling again", path=str(path), error=str(error))
+        log.warning("what was measured earlier cannot be read; measuring again", path=str(path), error=str(error))
         return None
-    return samples if len(samples) == num_stages and all(samples) else None
 
 
-def save(path: Path, samples: Samples) -> None:
-    """Failing to save costs the next start some seconds, and nothing else."""
+def _write(path: Path, what: object) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_bytes(msgspec.json.encode(samples))
+        temporary.write_bytes(msgspec.json.encode(what))
         temporary.replace(path)
     except OSError as error:
-        log.warning("costs cannot be saved", path=str(path), error=str(error))
+        log.warning("what was measured cannot be saved", path=str(path), error=str(error))
 
 
 def _processor() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,32 @@ class Stage:
             return logits
         hidden: torch.Tensor = self._base(**arguments).last_hidden_state[0]
         return hidden
+
+    def layer_seconds(
+        self, source: torch.Tensor, positions: torch.Tensor, pool: KvPool, chunks: list[PlacedChunk]
+    ) -> tuple[list[float], float]:
+        """Seconds of each of this stage's layers in one step, and of what is beside them. See `forward`."""
+        marks: list[float] = []
+
+        def mark(*_: object) -> None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            marks.append(time.perf_counter())
+
+        layers: Any = self._base.layers
+        hooks = []
+        for number in range(self.layers.start, self.layers.end):
+            hooks += [layers[number].register_forward_pre_hook(mark), layers[number].register_forward_hook(mark)]
+        try:
+            mark()
+            self.forward(source, positions, pool, chunks, [len(positions) - 1] if self.last else [])
+            mark()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        begun, *inner, ended = marks
+        taken = [end - start for start, end in zip(inner[::2], inner[1::2], strict=True)]
+        return taken, ended - begun - sum(taken)
 
     def empty(self, num_tokens: int) -> torch.Tensor:
         """Hidden states [T, hidden] that mean nothing."""

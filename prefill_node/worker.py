@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import functools
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -227,14 +228,20 @@ class Worker:
         )
         if config.HasField("core"):
             os.sched_setaffinity(0, {config.core})
+        layer_seconds: list[float] = []
+        beside_seconds = 0.0
         if not isinstance(stage, EmulatedStage):
             _warm_up(place, stage, pool)
+            if config.measure_layers:
+                layer_seconds, beside_seconds = _measure_layers(place, stage, pool, config.chunk_tokens)
         ready = worker_pb2.Ready(
             parameter_bytes=stage.parameter_bytes,
             num_parameters=stage.num_parameters,
             pool_bytes=pool.num_bytes,
             transport=engine.transport,
             metrics_address=exporter.address,
+            layer_seconds=layer_seconds,
+            beside_seconds=beside_seconds,
         )
         self._control.report(worker_pb2.AttachRequest(ready=ready))
         log.info(
@@ -351,15 +358,30 @@ def _warm_up(place: Place, stage: Stage, pool: KvPool) -> None:
     if layout.num_pages * layout.page_size < 2 * half:
         return
     for start in (0, half):
-        tokens = Span(start, start + half)
         prefix = [(0, start)] if start else []
-        chunk = PlacedChunk("warm-up", tokens, 0, prefix, [(start, half)])
-        if place.previous is None:
-            source = torch.zeros(half, dtype=torch.long, device=stage.device)
-        else:
-            source = torch.zeros(half, stage.hidden_size, dtype=stage.dtype, device=stage.device)
-        positions = torch.arange(start, start + half, device=stage.device)
+        chunk = PlacedChunk("warm-up", Span(start, start + half), 0, prefix, [(start, half)])
+        source, positions = _made_up(place, stage, chunk)
         stage.forward(source, positions, pool, [chunk], [half - 1] if start else [])
+
+
+def _measure_layers(place: Place, stage: Stage, pool: KvPool, chunk_tokens: int) -> tuple[list[float], float]:
+    """Medians of a few rounds over one chunk without a prefix. All tensor ranks of a stage do this together."""
+    layout = pool.layout
+    count = min(chunk_tokens, layout.num_pages * layout.page_size)
+    chunk = PlacedChunk("layers", Span(0, count), 0, [], [(0, count)])
+    source, positions = _made_up(place, stage, chunk)
+    rounds = [stage.layer_seconds(source, positions, pool, [chunk]) for _ in range(3)]
+    layers = [statistics.median(times) for times in zip(*(taken for taken, _ in rounds), strict=True)]
+    return layers, statistics.median(beside for _, beside in rounds)
+
+
+def _made_up(place: Place, stage: Stage, chunk: PlacedChunk) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input and positions of a step that holds nothing but `chunk`."""
+    if place.previous is None:
+        source = torch.zeros(len(chunk.tokens), dtype=torch.long, device=stage.device)
+    else:
+        source = stage.empty(len(chunk.tokens))
+    return source, torch.arange(chunk.tokens.start, chunk.tokens.end, device=stage.device)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -29,6 +29,7 @@ def test_defaults() -> None:
                 pp=1,
                 tp=1,
                 layer_splits=None,
+                measure_layers=False,
                 chunk_tokens=512,
                 chunk_policy="fixed",
                 chunk_smoothing=0.75,
@@ -150,7 +151,7 @@ REFUSED = [
     ("[deadlines]\nreply = inf", "deadlines.reply: expected `float` <= 86400.0."),
     # Enumerations.
     ('dtype = "int8"', 'model.dtype: "int8" is not allowed. Allowed: "auto", "float32", "bfloat16", "float16".'),
-    (P0 + 'device = "tpu"', 'prefill[0].device: "tpu" is not allowed. Allowed: "cpu", "cuda".'),
+    (P0 + 'device = "tpu"', 'prefill[0].device: "tpu" is not allowed. Allowed: "cpu", "cuda", "emulated".'),
     (D0 + 'transport = "ib"', 'decode[0].transport: "ib" is not allowed. Allowed: "auto", "tcp", "rdma".'),
     # Addresses and names.
     (
@@ -197,6 +198,10 @@ REFUSED = [
     (
         P0 + "pp = 3\nlayer_splits = [5, 5]",
         "prefill p0: layer_splits must be 2 increasing layer numbers (pp - 1), got [5, 5].",
+    ),
+    (
+        P0 + "pp = 2\nlayer_splits = [3]\nmeasure_layers = true",
+        "prefill p0: give layer_splits or measure_layers, not both.",
     ),
     (P0 + "pp = 2\nlayer_splits = [0]", "prefill[0].layer_splits[0]: expected `integer` >= 1."),
     (

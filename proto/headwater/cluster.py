@@ -61,6 +61,9 @@ class Prefill(Struct, frozen=True, forbid_unknown_fields=True):
     tp: Positive = 1
     # First layer of each stage after the first; absent: as even as it goes, larger shares late.
     layer_splits: tuple[Positive, ...] | None = None
+    # Split the layers by what they and what is beside them (embedding, head) take on this machine, which is measured at
+    # the first start.
+    measure_layers: bool = False
     # Most tokens of a step: the size of "fixed" chunks, of the first of "dynamic" ones, and the most of "optimal" ones.
     chunk_tokens: Positive = 512
     # "fixed": equal chunks. "dynamic": smaller ones as the prefix grows, so that each takes as long as the first.
@@ -253,6 +256,8 @@ def _check_prefill(group: Prefill) -> None:
         raise InvalidConfig(
             f"{where}: chunk_tokens = {group.chunk_tokens} must be a multiple of page_size = {group.page_size}."
         )
+    if group.layer_splits is not None and group.measure_layers:
+        raise InvalidConfig(f"{where}: give layer_splits or measure_layers, not both.")
     if group.layer_splits is not None:
         splits = group.layer_splits
         if len(splits) != group.pp - 1 or list(splits) != sorted(set(splits)):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import psutil
+import pytest
 
 from headwater.cluster import parse_cluster
 from headwater.errors import HeadwaterError, PeerUnavailable, from_rpc_error
@@ -18,7 +19,13 @@ from tests import tiny_models
 from tests.harness import Group, ask, assert_balanced, processes, until_paired, write_cluster
 from tests.oracle import Oracle
 
-OPTIONS = (("chunk_tokens", 16), ("page_size", 16), ("pool_tokens", 4096), ("chunk_policy", "fixed"))
+OPTIONS = (
+    ("chunk_tokens", 16),
+    ("page_size", 16),
+    ("pool_tokens", 4096),
+    ("chunk_policy", "optimal"),
+    ("measure_layers", True),
+)
 
 
 async def described(address: str) -> prefill_pb2.DescribePrefillResponse:
@@ -55,8 +62,14 @@ async def back(address: str, epoch: str) -> prefill_pb2.DescribePrefillResponse:
             await asyncio.sleep(0.1)
 
 
-def test_s10_a_worker_dies_or_stalls_and_the_group_comes_back_as_a_new_epoch(tmp_path: Path) -> None:
-    """S10: ranks that wait for each other for ever, while health says that all is well."""
+def test_s10_a_worker_dies_or_stalls_and_the_group_comes_back_as_a_new_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S10: ranks that wait for each other for ever, while health says that all is well.
+
+    The group measures its layers and costs at the first start, and finds them at the others.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = tiny_models.make("llama", tmp_path / "model")
     path = tmp_path / "cluster.toml"
     write_cluster(path, model, [Group("p0", 2, 1, OPTIONS)])
@@ -69,6 +82,11 @@ def test_s10_a_worker_dies_or_stalls_and_the_group_comes_back_as_a_new_epoch(tmp
         for number in (signal.SIGKILL, signal.SIGSTOP):
             asyncio.run(until_paired(cluster.router.address, "p0"))
             before = asyncio.run(described(address))
+            assert before.chunk_policy == "optimal"
+            assert len(before.costs) == 2
+            assert all(cost.per_token > 0 or cost.base > 0 for cost in before.costs)
+            files = sorted(path.parent.name for path in (tmp_path / "cache").rglob("*.json"))
+            assert files == ["costs", "layers"]
             workers = psutil.Process(supervisor.children["p0"].pid).children()
             error = asyncio.run(fails(address, prompt, workers[0].pid, number))
             assert isinstance(error, PeerUnavailable)
@@ -76,6 +94,7 @@ def test_s10_a_worker_dies_or_stalls_and_the_group_comes_back_as_a_new_epoch(tmp
             assert ("(deadlines.step)" in str(error)) == (number is signal.SIGSTOP)
             after = asyncio.run(back(address, before.epoch))
             assert (after.running_requests, after.free_tokens) == (0, after.capacity_tokens)
+            assert list(after.layer_boundaries) == list(before.layer_boundaries)
             # Neither the router nor the decode node was touched.
             asyncio.run(until_paired(cluster.router.address, "p0"))
             answer = asyncio.run(ask(cluster.router.address, prompt[:100], 5))

@@ -132,11 +132,18 @@ class Ready(_message.Message):
     POOL_BYTES_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
+    LAYER_SECONDS_FIELD_NUMBER: _builtins.int
+    BESIDE_SECONDS_FIELD_NUMBER: _builtins.int
     parameter_bytes: _builtins.int
     num_parameters: _builtins.int
     pool_bytes: _builtins.int
     transport: _builtins.str
     metrics_address: _builtins.str
+    beside_seconds: _builtins.float
+    @_builtins.property
+    def layer_seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Where that was asked for: what each of this stage's layers takes for a chunk, and what is beside them."""
+
     def __init__(
         self,
         *,
@@ -145,10 +152,12 @@ class Ready(_message.Message):
         pool_bytes: _builtins.int = ...,
         transport: _builtins.str = ...,
         metrics_address: _builtins.str = ...,
+        layer_seconds: _abc.Iterable[_builtins.float] | None = ...,
+        beside_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics_address", b"metrics_address", "num_parameters", b"num_parameters", "parameter_bytes", b"parameter_bytes", "pool_bytes", b"pool_bytes", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside_seconds", b"beside_seconds", "layer_seconds", b"layer_seconds", "metrics_address", b"metrics_address", "num_parameters", b"num_parameters", "parameter_bytes", b"parameter_bytes", "pool_bytes", b"pool_bytes", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -433,6 +442,7 @@ class WorkerConfig(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     CHUNK_POLICY_FIELD_NUMBER: _builtins.int
     EMULATED_COST_FIELD_NUMBER: _builtins.int
+    MEASURE_LAYERS_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     epoch: _builtins.str
     model: _builtins.str
@@ -456,6 +466,7 @@ class WorkerConfig(_message.Message):
     acknowledge_seconds: _builtins.float
     step_seconds: _builtins.float
     chunk_policy: _builtins.str
+    measure_layers: _builtins.bool
     @_builtins.property
     def geometry(self) -> _common_pb2.Geometry: ...
     @_builtins.property
@@ -489,10 +500,11 @@ class WorkerConfig(_message.Message):
         step_seconds: _builtins.float = ...,
         chunk_policy: _builtins.str = ...,
         emulated_cost: _common_pb2.StageCost | None = ...,
+        measure_layers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_core", b"_core", "_emulated_cost", b"_emulated_cost", "core", b"core", "emulated_cost", b"emulated_cost", "geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_core", b"_core", "_emulated_cost", b"_emulated_cost", "acknowledge_seconds", b"acknowledge_seconds", "chunk_policy", b"chunk_policy", "chunk_tokens", b"chunk_tokens", "core", b"core", "device", b"device", "emulated_cost", b"emulated_cost", "epoch", b"epoch", "geometry", b"geometry", "group", b"group", "layer_boundaries", b"layer_boundaries", "log_level", b"log_level", "max_context_tokens", b"max_context_tokens", "model", b"model", "num_pages", b"num_pages", "num_threads", b"num_threads", "pp", b"pp", "reply_seconds", b"reply_seconds", "send_buffer_bytes", b"send_buffer_bytes", "step_seconds", b"step_seconds", "tp", b"tp", "transport", b"transport", "write_seconds", b"write_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_core", b"_core", "_emulated_cost", b"_emulated_cost", "acknowledge_seconds", b"acknowledge_seconds", "chunk_policy", b"chunk_policy", "chunk_tokens", b"chunk_tokens", "core", b"core", "device", b"device", "emulated_cost", b"emulated_cost", "epoch", b"epoch", "geometry", b"geometry", "group", b"group", "layer_boundaries", b"layer_boundaries", "log_level", b"log_level", "max_context_tokens", b"max_context_tokens", "measure_layers", b"measure_layers", "model", b"model", "num_pages", b"num_pages", "num_threads", b"num_threads", "pp", b"pp", "reply_seconds", b"reply_seconds", "send_buffer_bytes", b"send_buffer_bytes", "step_seconds", b"step_seconds", "tp", b"tp", "transport", b"transport", "write_seconds", b"write_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__core: _TypeAlias = _typing.Literal["core"]  # noqa: Y015
     _WhichOneofArgType__core: _TypeAlias = _typing.Literal["_core", b"_core"]  # noqa: Y015

@@ -5,6 +5,7 @@ The one place that turns an address into bytes. Callers own the memory and keep 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from collections.abc import Iterable
@@ -25,8 +26,9 @@ class HostBuffer:
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Fewer pages to look up while copying; benchmarks/transfer.py gains a twentieth.
-        self._map.madvise(mmap.MADV_HUGEPAGE)
+        # Fewer pages to look up while copying; benchmarks/transfer.py gains a twentieth. Not every kernel has them.
+        with contextlib.suppress(OSError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self._export = (ctypes.c_char * num_bytes).from_buffer(self._map)
         self.address = ctypes.addressof(self._export)
 

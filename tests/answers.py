@@ -16,7 +16,7 @@ NUM_TOKENS = 32
 
 LAYOUTS = [(pp, tp) for tp in (1, 3) for pp in (1, 2, 3)]
 # What the suite has time for; the campaign runs all.
-SUITE_LAYOUTS = [(1, 1), (2, 1), (3, 1), (1, 3), (3, 3)]
+SUITE_LAYOUTS = [(1, 1), (3, 1), (1, 3), (3, 3)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,10 +78,9 @@ def test_smollm2_gives_the_oracles_tokens_and_kv(
 
 
 @pytest.mark.timeout(600)
-# SmolLM2 is a Llama; the campaign has the tiny one too.
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_tiny_models_on_pp2_tp2_give_the_oracles_tokens(tmp_path: Path, name: str) -> None:
-    model = tiny_models.make(name, tmp_path / "model")
+def test_a_tiny_qwen3_on_pp2_tp2_gives_the_oracles_tokens(tmp_path: Path) -> None:
+    # SmolLM2 is a Llama, and Qwen2 runs on two hosts in test_service; the campaign has all three.
+    model = tiny_models.make("qwen3", tmp_path / "model")
     tiny_case = answers.Case.of(Oracle(model), tiny_models.prompts([*answers.lengths(PAGE_SIZE, CHUNK_TOKENS), 500]))
     place = answers.site(tmp_path, model, [(2, 2)], chunk_tokens=CHUNK_TOKENS, page_size=PAGE_SIZE)
     with place as running, running.group(2, 2):

@@ -23,7 +23,8 @@ import numpy.typing as npt
 Chunks = Sequence[tuple[int, int]]
 
 # Steps that the online fit remembers, per stage, and how many new ones make it fit again.
-_WINDOW, _REFIT_EVERY = 256, 16
+_WINDOW, _REFIT_EVERY = 256, 32
+_NUM_COEFFICIENTS = 4
 # A step this many times farther off than the median step is (half of them are nearer) says nothing about the stage ...
 _OUTLIER = 5.0
 # ... and being this much off is never an outlier.
@@ -143,7 +144,8 @@ class OnlineCost:
         first = fit(samples)
         off = np.array([abs(first.step_seconds(chunks) - seconds) / seconds for chunks, seconds in samples])
         limit = max(_ORDINARY, _OUTLIER * float(np.median(off)))
-        self.cost = fit([sample for sample, error in zip(samples, off, strict=True) if error <= limit])
+        kept = [sample for sample, error in zip(samples, off, strict=True) if error <= limit]
+        self.cost = fit(kept) if len(kept) < len(samples) else first
         return True
 
 
@@ -195,17 +197,20 @@ def _fit(features: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) ->
     norms = np.linalg.norm(scaled, axis=0)
     norms[norms == 0] = 1.0
     columns = scaled / norms
-    ones = np.ones(len(seconds))
+    # Of the normal equations: the columns are scaled, and four of them cost the leader microseconds.
+    gram, right = columns.T @ columns, columns.sum(axis=0)
     best, best_error = np.zeros(4), float("inf")
-    for size in range(1, 5):
+    for size in range(4, 0, -1):
         for support in itertools.combinations(range(4), size):
-            part = columns[:, support]
-            solution = np.linalg.lstsq(part, ones, rcond=None)[0]
+            part = list(support)
+            solution = np.linalg.lstsq(gram[np.ix_(part, part)], right[part], rcond=None)[0]
             if (solution < 0).any():
                 continue
-            error = float(np.sum((part @ solution - ones) ** 2))
-            # A larger support must earn its place.
+            error = float(np.sum((columns[:, part] @ solution - 1.0) ** 2))
             if error < best_error * (1 - 1e-9):
                 best, best_error = np.zeros(4), error
-                best[list(support)] = solution
+                best[part] = solution
+        if size == _NUM_COEFFICIENTS and best_error < float("inf"):
+            # Without a constraint that binds, nothing is better.
+            break
     return StageCost(*(float(value) for value in best / norms))

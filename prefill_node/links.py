@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 from headwater.errors import DeadlinePassed, InvalidConfig, PeerUnavailable, StalePeer
 from headwater.lifecycle import get_logger
@@ -46,7 +45,8 @@ class _Link:
     def __init__(self, hello: worker_pb2.Hello) -> None:
         self.host = hello.host
         self.pid = hello.pid
-        self.queue: asyncio.Queue[worker_pb2.AttachResponse] = asyncio.Queue()
+        # None: the worker has left.
+        self.queue: asyncio.Queue[worker_pb2.AttachResponse | None] = asyncio.Queue()
         self._sequence = 0
 
     def append(self, entry: worker_pb2.AttachResponse) -> None:
@@ -139,19 +139,13 @@ class WorkerLinks:
         self._links[rank] = link
         link.append(worker_pb2.AttachResponse(config=self._configs[rank]))
         reading = asyncio.ensure_future(self._read(rank, requests))
-        taking: asyncio.Future[worker_pb2.AttachResponse] | None = None
+        reading.add_done_callback(lambda _: link.queue.put_nowait(None))
         try:
-            while not reading.done():
-                taking = taking or asyncio.ensure_future(link.queue.get())
-                waits: set[asyncio.Future[Any]] = {reading, taking}
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                if taking.done():
-                    entry, taking = taking.result(), None
-                    yield entry
+            while (entry := await link.queue.get()) is not None:
+                yield entry
         finally:
             reading.cancel()
-            if taking is not None:
-                taking.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
             await self._lose(f"rank {rank} (process {link.pid} on {link.host}) left the group")
 
     def lose(self, reason: str) -> None:

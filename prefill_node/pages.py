@@ -5,8 +5,6 @@ Page numbers are valid on every rank, since every rank keeps its own layers and 
 
 from __future__ import annotations
 
-import bisect
-
 from headwater.errors import CapacityError
 
 
@@ -46,8 +44,9 @@ class PagePool:
 
     def give_back(self, owner: str) -> None:
         """The owner's pages are free again."""
-        for page in self._held.pop(owner):
-            bisect.insort(self._free, page)
+        self._free += self._held.pop(owner)
+        # Two sorted runs, mostly: cheap.
+        self._free.sort()
 
     def check(self) -> None:
         """Raises AssertionError unless every page is free or held, once."""

@@ -8,7 +8,8 @@ emulated: stages that wait as long as the fitted profile of H20 + Qwen3-235B-A22
     workers and activations are real. 128K tokens, TTFT alone and throughput of 16 requests, at PP1, PP4 and PP8, for
     each policy.
 simulated: 2²⁰ tokens at PP8·TP4 in the simulator, as published and with "optimal".
-control: PP8·TP4 emulated, 50 steps/s: how long after its input is there a stage begins, and what the leader costs.
+control: PP8·TP4 emulated: how long after its input is there a stage begins, and what the leader costs, scaled from the
+    steps/s that were reached to 50.
 """
 
 from __future__ import annotations
@@ -239,9 +240,8 @@ async def measure_control(address: str, seconds: float) -> tuple[list[float], in
 
 
 def control(console: Console) -> dict[str, Any]:
-    """PP8·TP4, with chunks of about 20 ms a stage."""
+    """PP8·TP4, requests of 128K one after the other."""
     with tempfile.TemporaryDirectory() as folder:
-        # 6,144 tokens late in a 128K prompt take a few tenths of a second on a stage of the profile.
         path = emulated_cluster(Path(folder), 8, 4, 0.05, "fixed")
         with Supervisor.of_cluster(path, Path(folder)) as supervisor:
             supervisor.wait_ready(_START_SECONDS)

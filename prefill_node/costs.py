@@ -197,7 +197,7 @@ def _fit(features: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) ->
     norms = np.linalg.norm(scaled, axis=0)
     norms[norms == 0] = 1.0
     columns = scaled / norms
-    # Of the normal equations: the columns are scaled, and four of them cost the leader microseconds.
+    # The normal equations will do: the columns are scaled, and the leader solves them while it serves.
     gram, right = columns.T @ columns, columns.sum(axis=0)
     best, best_error = np.zeros(4), float("inf")
     for size in range(4, 0, -1):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.cluster import Cluster, Prefill
-from headwater.errors import HeadwaterError, InvalidConfig, InvalidRequest, PeerUnavailable, UnsupportedModel
+from headwater.errors import HeadwaterError, InvalidRequest, PeerUnavailable, UnsupportedModel
 from headwater.lifecycle import get_logger
 from headwater.rpc import Server
 from headwater.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -26,7 +26,7 @@ from prefill_node.leader import Leader
 from prefill_node.links import WorkerLinks
 from prefill_node.pages import PagePool
 from prefill_node.partition import partition
-from prefill_node.profiles import PROFILES
+from prefill_node.profiles import profile_named
 from prefill_node.profiling import (
     load,
     load_boundaries,
@@ -88,13 +88,7 @@ def worker_configs(
 
 
 def _emulated_costs(group: Prefill) -> list[common_pb2.StageCost]:
-    profile = PROFILES.get(group.emulated_profile)
-    if profile is None:
-        raise InvalidConfig(
-            f"prefill {group.name}: emulated_profile = {group.emulated_profile!r} is unknown; choose one of "
-            f"{', '.join(PROFILES)}."
-        )
-    stages = profile.cost(group.pp).stages
+    stages = profile_named(group.emulated_profile).cost(group.pp).stages
     return [common_pb2.StageCost(**dataclasses.asdict(stage.scaled(group.emulated_time_scale))) for stage in stages]
 
 

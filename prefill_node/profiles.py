@@ -33,6 +33,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 
+from headwater.errors import InvalidConfig
 from kv_transfer.model_folder import layer_boundaries
 from prefill_node.costs import GroupCost, StageCost
 
@@ -69,6 +70,14 @@ class Profile:
         boundaries = layer_boundaries(self.num_layers, pp, None)
         shares = [self.layers.scaled((end - first) / self.num_layers) for first, end in itertools.pairwise(boundaries)]
         return GroupCost(tuple(dataclasses.replace(share, base=self.step_seconds + share.base) for share in shares))
+
+
+def profile_named(name: str) -> Profile:
+    """Raises InvalidConfig when there is none of that name."""
+    profile = PROFILES.get(name)
+    if profile is None:
+        raise InvalidConfig(f"profile {name!r} is unknown; choose one of {', '.join(PROFILES)}.")
+    return profile
 
 
 _SOURCE = "https://www.lmsys.org/blog/2026-01-15-chunked-pipeline"

@@ -61,7 +61,7 @@ class RequestState(enum.Enum):
     CLOSING = "closing"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Request:
     """One prompt. Only the scheduler changes what is below the line."""
 

@@ -19,7 +19,7 @@ from kv_transfer.model_folder import read_model_folder
 from prefill_node.chunking.policies import make_policy
 from prefill_node.costs import GroupCost, fit
 from prefill_node.group import worker_configs
-from prefill_node.profiles import PROFILES
+from prefill_node.profiles import PROFILES, profile_named
 from prefill_node.profiling import load, saved_at
 from prefill_node.scheduler import Limits
 from prefill_node.simulator import Arrival, Hardware, Result, simulate
@@ -80,9 +80,8 @@ def run_group(cluster: Cluster, section: Prefill, arrivals: list[Arrival], profi
     """
     name = profile or (section.emulated_profile if section.device == "emulated" else None)
     if name is not None:
-        if name not in PROFILES:
-            raise InvalidConfig(f"profile {name!r} is unknown; choose one of {', '.join(PROFILES)}.")
-        cost, kv_bytes_per_token = PROFILES[name].cost(section.pp), float(PROFILES[name].kv_bytes_per_token)
+        found = profile_named(name)
+        cost, kv_bytes_per_token = found.cost(section.pp), float(found.kv_bytes_per_token)
     else:
         config = worker_configs(cluster, section, read_model_folder(Path(cluster.model.path)), epoch="")[0]
         samples = load(saved_at(config), section.pp)

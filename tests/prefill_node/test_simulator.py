@@ -79,7 +79,7 @@ def test_optimal_is_never_later_than_fixed_or_dynamic(stages: int, num_tokens: i
         assert ttft["optimal", size] <= min(ttft["fixed", size], ttft["dynamic", size]) * (1 + 1e-9)
 
 
-def test_s12_a_million_tokens_delay_a_thousand_by_two_chunks_at_most() -> None:
+def test_s12_beside_a_million_tokens_a_thousand_begin_within_two_chunks() -> None:
     """S12: one long prompt owns every chunk; short prompts' TTFT explodes."""
     alone = run([Arrival("short", 0.0, 1024)]).outcomes[0].ttft
     for at in (0.5, 3.0, 9.99):

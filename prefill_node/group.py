@@ -7,7 +7,7 @@ import dataclasses
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from kv_transfer.geometry import geometry_of
 from kv_transfer.metrics_server import MetricsServer
 from kv_transfer.model_folder import ModelFolder, check_parallel, layer_boundaries, read_model_folder
 from prefill_node import leader_metrics as metrics
+from prefill_node.chunking import ChunkPolicy
 from prefill_node.chunking.policies import make_policy
-from prefill_node.costs import LearnedCost, relative_error
+from prefill_node.costs import GroupCost, LearnedCost, relative_error
 from prefill_node.leader import Leader
 from prefill_node.links import WorkerLinks
 from prefill_node.pages import PagePool
@@ -87,6 +88,28 @@ def worker_configs(
     ]
 
 
+def limits_of(section: Prefill) -> Limits:
+    """Of the group's scheduler."""
+    return Limits(
+        step_tokens=section.chunk_tokens,
+        look_ahead=section.look_ahead,
+        max_running=section.max_running_requests,
+        max_queued=section.max_queued_requests,
+        max_wait_seconds=section.max_wait,
+    )
+
+
+def policy_of(section: Prefill, cost: Callable[[], GroupCost]) -> ChunkPolicy:
+    """How the group cuts prompts."""
+    return make_policy(
+        section.chunk_policy,
+        cost,
+        chunk_tokens=section.chunk_tokens,
+        page_size=section.page_size,
+        smoothing=section.chunk_smoothing,
+    )
+
+
 def _emulated_costs(group: Prefill) -> list[common_pb2.StageCost]:
     stages = profile_named(group.emulated_profile).cost(group.pp).stages
     return [common_pb2.StageCost(**dataclasses.asdict(stage.scaled(group.emulated_time_scale))) for stage in stages]
@@ -127,20 +150,8 @@ class Group:
                 PagePool(config.num_pages, section.page_size),
                 num_stages=section.pp,
                 world_size=len(self.configs),
-                limits=Limits(
-                    step_tokens=section.chunk_tokens,
-                    look_ahead=section.look_ahead,
-                    max_running=section.max_running_requests,
-                    max_queued=section.max_queued_requests,
-                    max_wait_seconds=section.max_wait,
-                ),
-                cuts=make_policy(
-                    section.chunk_policy,
-                    lambda: cost.group,
-                    chunk_tokens=section.chunk_tokens,
-                    page_size=section.page_size,
-                    smoothing=section.chunk_smoothing,
-                ),
+                limits=limits_of(section),
+                cuts=policy_of(section, lambda: cost.group),
                 seconds=cost.seconds,
                 clock=time.monotonic,
             ),

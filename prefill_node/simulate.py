@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import statistics
@@ -16,12 +17,10 @@ from headwater.cluster import Cluster, Prefill
 from headwater.errors import InvalidConfig
 from kv_transfer.geometry import CellSize
 from kv_transfer.model_folder import read_model_folder
-from prefill_node.chunking.policies import make_policy
 from prefill_node.costs import GroupCost, fit
-from prefill_node.group import worker_configs
+from prefill_node.group import limits_of, policy_of, worker_configs
 from prefill_node.profiles import PROFILES, profile_named
-from prefill_node.profiling import load, saved_at
-from prefill_node.scheduler import Limits
+from prefill_node.profiling import load, load_boundaries, saved_at
 from prefill_node.simulator import Arrival, Hardware, Result, simulate
 from prefill_node.timeline import chrome_trace, gantt_svg
 
@@ -83,7 +82,10 @@ def run_group(cluster: Cluster, section: Prefill, arrivals: list[Arrival], profi
         found = profile_named(name)
         cost, kv_bytes_per_token = found.cost(section.pp), float(found.kv_bytes_per_token)
     else:
-        config = worker_configs(cluster, section, read_model_folder(Path(cluster.model.path)), epoch="")[0]
+        folder = read_model_folder(Path(cluster.model.path))
+        config = worker_configs(cluster, section, folder, epoch="")[0]
+        if section.measure_layers:
+            config = worker_configs(cluster, section, folder, epoch="", boundaries=load_boundaries(config))[0]
         samples = load(saved_at(config), section.pp)
         if samples is None:
             raise InvalidConfig(
@@ -93,24 +95,12 @@ def run_group(cluster: Cluster, section: Prefill, arrivals: list[Arrival], profi
         cost = GroupCost(tuple(fit(measured) for measured in samples))
         geometry = config.geometry
         kv_bytes_per_token = float(CellSize.of(geometry).total * geometry.num_layers * geometry.num_kv_heads)
-    cuts = make_policy(
-        section.chunk_policy,
-        lambda: cost,
-        chunk_tokens=section.chunk_tokens,
-        page_size=section.page_size,
-        smoothing=section.chunk_smoothing,
-    )
     return simulate(
         arrivals,
         Hardware(cost, kv_bytes_per_token=kv_bytes_per_token, kv_bytes_per_second=gbps * 1e9 / 8),
-        cuts=cuts,
-        limits=Limits(
-            step_tokens=section.chunk_tokens,
-            look_ahead=section.look_ahead,
-            max_running=section.max_running_requests,
-            max_queued=max(section.max_queued_requests, len(arrivals)),
-            max_wait_seconds=section.max_wait,
-        ),
+        cuts=policy_of(section, lambda: cost),
+        # A workload is never refused for its size.
+        limits=dataclasses.replace(limits_of(section), max_queued=max(section.max_queued_requests, len(arrivals))),
         num_pages=-(-section.pool_tokens // section.page_size),
         page_size=section.page_size,
     )

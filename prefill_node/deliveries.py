@@ -22,6 +22,9 @@ from kv_transfer.sender import Outgoing, Sender
 
 log = get_logger(__name__)
 
+# How long the leader may wait to hear of acknowledged boxes.
+_TELL_SECONDS = 0.5
+
 
 @dataclasses.dataclass
 class _Share:
@@ -54,13 +57,15 @@ class Deliveries:
         self,
         sender: Sender,
         destination: Callable[[Sequence[int]], Unpacks],
-        report: Callable[[worker_pb2.AttachRequest], None],
+        report: Callable[[worker_pb2.Report], None],
     ) -> None:
         self._sender = sender
         self._destination = destination
         self._report = report
         self._shares: dict[str, _Share] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        # What the leader has not been told of, and when it was acknowledged.
+        self._boxes: list[tuple[worker_pb2.SentBox, float]] = []
 
     def open(self, request: worker_pb2.OpenRequest) -> None:
         """A request begins. Without a grant there is nothing to send."""
@@ -141,7 +146,8 @@ class Deliveries:
         if lost and not share.aborted:
             return
         share.released = attempt
-        self._report(worker_pb2.AttachRequest(released=released))
+        self._tell_sent()
+        self._report(worker_pb2.Report(released=released))
 
     async def _fetch(self, request_id: str, share: _Share, grant: common_pb2.Grant) -> None:
         try:
@@ -157,23 +163,36 @@ class Deliveries:
             tokens=[0, grant.verified_tokens],
             num_bytes=num_bytes,
         )
-        self._report(worker_pb2.AttachRequest(fetched=worker_pb2.Fetched(request_id=request_id)))
+        self._report(worker_pb2.Report(fetched=worker_pb2.Fetched(request_id=request_id)))
 
     def _failed(self, request_id: str, attempt: int, error: HeadwaterError) -> None:
         failure = worker_pb2.RequestFailed(
             request_id=request_id, error=str(error), error_class=type(error).__name__, attempt=attempt
         )
-        self._report(worker_pb2.AttachRequest(request_failed=failure))
+        self._report(worker_pb2.Report(request_failed=failure))
 
     def _sent(self, request_id: str, box: Box, num_bytes: int, seconds: float) -> None:
-        sent = worker_pb2.KvSent(
+        """A box was acknowledged. The leader is told of many at once."""
+        loop = asyncio.get_running_loop()
+        if not self._boxes:
+            loop.call_later(_TELL_SECONDS, self._tell_sent)
+        sent = worker_pb2.SentBox(
             request_id=request_id,
             token_start=box.tokens.start,
             token_end=box.tokens.end,
             num_bytes=num_bytes,
             seconds=seconds,
         )
-        self._report(worker_pb2.AttachRequest(kv_sent=sent))
+        self._boxes.append((sent, loop.time()))
+
+    def _tell_sent(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for sent, acknowledged_at in self._boxes:
+            sent.age_seconds = now - acknowledged_at
+        if self._boxes:
+            boxes = [sent for sent, _ in self._boxes]
+            self._report(worker_pb2.Report(kv_sent=worker_pb2.KvSent(boxes=boxes)))
+        self._boxes.clear()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)

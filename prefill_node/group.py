@@ -168,6 +168,7 @@ class Group:
             self.configs,
             local_ranks=[rank for rank in range(world_size) if hosts[rank * len(hosts) // world_size] == host],
             start_seconds=deadlines.worker_start,
+            silence_seconds=deadlines.silence,
             on_report=self.leader.on_report,
             on_lost=self._on_lost,
         )
@@ -334,10 +335,10 @@ class _CurrentLinks(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def Attach(  # noqa: N802 - gRPC's name
-        self, request_iterator: AsyncIterator[worker_pb2.AttachRequest], context: object
-    ) -> AsyncIterator[worker_pb2.AttachResponse]:
-        return self._group.links.attach(request_iterator)
+    async def Join(  # noqa: N802 - gRPC's name
+        self, request: worker_pb2.JoinRequest, context: object
+    ) -> worker_pb2.JoinResponse:
+        return self._group.links.join(request)
 
 
 async def serve(cluster: Cluster, name: str) -> int:

@@ -1,7 +1,7 @@
 """What the group did lately, for whoever asks where a request's time went.
 
-Everything is on the leader's clock: a worker reports how long it computed and waited, and the moment its report
-comes is taken for the end, so clocks of different hosts are never compared.
+Everything is on the leader's clock: a worker reports how long something took and how long ago it ended, and that is
+counted back from the moment its report comes, so clocks of different hosts are never compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sent:
     """One box of KV, from when it was begun until it was acknowledged."""
 
     rank: int
-    kv: worker_pb2.KvSent
+    kv: worker_pb2.SentBox
     start: float
     end: float
 

@@ -140,13 +140,15 @@ class Leader:
         caller.bytes_sent = caller.num_receipts = 0
         self._log(caller.request).event(Event.REDIRECTED, attempt=grant.attempt)
 
-    def on_report(self, rank: int, report: worker_pb2.AttachRequest) -> None:
+    def on_report(self, rank: int, report: worker_pb2.Report) -> None:
         """A worker says something."""
         if report.HasField("step_done"):
             self._stage_done(rank // self._tp, report.step_done)
         elif report.HasField("kv_sent"):
             now = time.monotonic()
-            self.history.sent(Sent(rank, report.kv_sent, now - report.kv_sent.seconds, now))
+            for box in report.kv_sent.boxes:
+                end = now - box.age_seconds
+                self.history.sent(Sent(rank, box, end - box.seconds, end))
         elif report.HasField("request_failed"):
             self._request_failed(report.request_failed)
         elif report.HasField("fetched"):

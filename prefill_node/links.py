@@ -1,21 +1,24 @@
 """The leader's links to its workers: processes, the ordered log, the reports.
 
-A worker opens one stream (`WorkerService.Attach`) and lives as long as it does. `WorkerLinks` starts the
-workers that belong on this host, waits for all ranks, brings them up together, and from then on appends
-entries to every rank's log. What the entries mean is not known here.
+A worker asks to join (`WorkerService.Join`), opens one connection, and lives as long as it does. `WorkerLinks` starts
+the workers that belong on this host, waits for all ranks, brings them up together, and from then on appends entries to
+the logs of the stages. What the entries mean is not known here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
+import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 from headwater.errors import DeadlinePassed, InvalidConfig, PeerUnavailable, StalePeer
 from headwater.lifecycle import get_logger
 from headwater.v1 import worker_pb2
+from prefill_node.frames import Frames
 
 log = get_logger(__name__)
 
@@ -39,20 +42,13 @@ _FIELDS: dict[type, str] = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
 class _Link:
-    """One worker's log."""
+    """A worker that asked to join; attached when its connection is there."""
 
-    def __init__(self, hello: worker_pb2.Hello) -> None:
-        self.host = hello.host
-        self.pid = hello.pid
-        # None: the worker has left.
-        self.queue: asyncio.Queue[worker_pb2.AttachResponse | None] = asyncio.Queue()
-        self._sequence = 0
-
-    def append(self, entry: worker_pb2.AttachResponse) -> None:
-        entry.sequence = self._sequence
-        self._sequence += 1
-        self.queue.put_nowait(entry)
+    process: worker_pb2.JoinRequest
+    token: bytes
+    frames: Frames | None = None
 
 
 class WorkerLinks:
@@ -61,7 +57,7 @@ class WorkerLinks:
     Args:
         configs: one per rank.
         local_ranks: ranks that this host must start.
-        address: of the leader, for the workers it starts.
+        silence_seconds: a worker that is not heard of for so long is lost.
         on_report: called on the event loop for each report once all ranks are ready.
         on_lost: called once, when a worker that had attached is lost or failed.
     """
@@ -72,41 +68,57 @@ class WorkerLinks:
         *,
         local_ranks: list[int],
         start_seconds: float,
-        on_report: Callable[[int, worker_pb2.AttachRequest], None],
+        silence_seconds: float,
+        on_report: Callable[[int, worker_pb2.Report], None],
         on_lost: Callable[[str], None],
     ) -> None:
         self._configs = configs
         self._local_ranks = local_ranks
         self._start_seconds = start_seconds
+        self._silence_seconds = silence_seconds
         self.on_report = on_report
         self._on_lost = on_lost
         self._links: dict[int, _Link] = {}
+        self._server: asyncio.Server | None = None
+        # Of the next record of each stage; the ranks' configuration is record 0.
+        self._sequences = [1] * configs[0].pp
         self._joined: dict[int, worker_pb2.Joined] = {}
         self.ready: dict[int, worker_pb2.Ready] = {}
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._watchers: list[asyncio.Task[None]] = []
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
         self._lost = ""
-        self._losing: asyncio.Future[None] | None = None
         self._stopping = False
 
     @property
     def world_size(self) -> int:
         return len(self._configs)
 
+    @property
+    def listening(self) -> bool:
+        """Whether workers can join."""
+        return self._server is not None and self._server.is_serving()
+
     async def start(self, address: str) -> None:
         """Starts this host's workers and brings all ranks up.
+
+        Args:
+            address: of the leader's gRPC server.
 
         Raises:
             PeerUnavailable: a worker ended or failed; the message is the worker's own.
             DeadlinePassed: not all ranks were ready in time.
         """
+        host = address.rpartition(":")[0].strip("[]")
+        self._server = await asyncio.get_running_loop().create_server(self._connection, host, 0)
         for rank in self._local_ranks:
             await self._spawn(rank, address)
         try:
             async with asyncio.timeout(self._start_seconds):
                 await self._until(lambda: len(self._joined) == self.world_size)
-                store = worker_pb2.Rendezvous(store_host=self._links[0].host, store_port=self._joined[0].store_port)
+                store = worker_pb2.Rendezvous(
+                    store_host=self._links[0].process.host, store_port=self._joined[0].store_port
+                )
                 self.append(store)
                 await self._until(lambda: len(self.ready) == self.world_size)
         except TimeoutError:
@@ -117,46 +129,74 @@ class WorkerLinks:
             ) from None
 
     def append(self, entry: Entry, stage: int | None = None) -> None:
-        """Adds an entry to the log of every rank, or of the ranks of one stage."""
+        """Adds an entry to the logs of all stages, or of one."""
         tp = self._configs[0].tp
-        for rank, link in self._links.items():
-            if stage is None or rank // tp == stage:
-                link.append(worker_pb2.AttachResponse(**{_FIELDS[type(entry)]: entry}))  # type: ignore[arg-type]
+        for number in range(len(self._sequences)) if stage is None else (stage,):
+            record = worker_pb2.LogRecord(
+                sequence=self._sequences[number],
+                **{_FIELDS[type(entry)]: entry},  # type: ignore[arg-type]
+            ).SerializeToString()
+            self._sequences[number] += 1
+            for rank in range(number * tp, (number + 1) * tp):
+                frames = self._links[rank].frames
+                if frames is not None:
+                    frames.send(record)
 
-    async def attach(
-        self, requests: AsyncIterator[worker_pb2.AttachRequest]
-    ) -> AsyncIterator[worker_pb2.AttachResponse]:
-        """One worker's stream."""
-        first = await anext(requests, None)
-        if first is None or not first.HasField("hello"):
-            raise StalePeer("a worker must begin with `hello`.")
-        rank = first.hello.rank
+    def join(self, request: worker_pb2.JoinRequest) -> worker_pb2.JoinResponse:
+        """A worker asks to be a rank.
+
+        Raises:
+            InvalidConfig: the group has no such rank.
+            StalePeer: the rank is taken, or the group is ending.
+        """
+        rank = request.rank
         if rank >= self.world_size:
             raise InvalidConfig(f"rank {rank} does not exist in a group of {self.world_size} ranks (pp × tp).")
-        if rank in self._links:
-            raise StalePeer(f"rank {rank} is already attached, from process {self._links[rank].pid}.")
-        link = _Link(first.hello)
-        self._links[rank] = link
-        link.append(worker_pb2.AttachResponse(config=self._configs[rank]))
-        reading = asyncio.ensure_future(self._read(rank, requests))
-        reading.add_done_callback(lambda _: link.queue.put_nowait(None))
-        try:
-            while (entry := await link.queue.get()) is not None:
-                yield entry
-        finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-            await self._lose(f"rank {rank} (process {link.pid} on {link.host}) left the group")
+        if self._server is None or not self.listening or self._lost:
+            raise StalePeer("this incarnation of the group takes no workers (any more); try again.")
+        taken = self._links.get(rank)
+        if taken is not None and taken.frames is not None:
+            raise StalePeer(f"rank {rank} is already attached, from process {taken.process.pid}.")
+        self._links[rank] = _Link(request, secrets.token_bytes(16))
+        return worker_pb2.JoinResponse(
+            port=self._server.sockets[0].getsockname()[1],
+            token=self._links[rank].token,
+            silence_seconds=self._silence_seconds,
+        )
+
+    def _connection(self) -> Frames:
+        """Somebody has connected, and should say the token of a rank next."""
+
+        def first(message: bytes) -> None:
+            for rank, link in self._links.items():
+                if link.frames is None and secrets.compare_digest(link.token, message):
+                    self._attach(rank, link, frames)
+                    return
+            log.warning("a connection to the workers' port did not begin with a rank's token, and is closed")
+            frames.close()
+
+        frames = Frames(first, lambda _: None, self._silence_seconds)
+        return frames
+
+    def _attach(self, rank: int, link: _Link, frames: Frames) -> None:
+        self._links[rank] = dataclasses.replace(link, frames=frames)
+        who = f"rank {rank} (process {link.process.pid} on {link.process.host})"
+        frames.on_message = lambda message: self._report(rank, worker_pb2.Report.FromString(message))
+        frames.on_end = lambda reason: self.lose(f"{who} left the group: {reason}")
+        frames.send(worker_pb2.LogRecord(config=self._configs[rank]).SerializeToString())
 
     def lose(self, reason: str) -> None:
-        """The group cannot go on, though every worker is still attached."""
-        self._losing = asyncio.ensure_future(self._lose(reason))
+        """The group cannot go on."""
+        if self._stopping or self._lost:
+            return
+        log.error("the group is lost", reason=reason)
+        self._lost = reason
+        self._changed.set()
+        self._on_lost(reason)
 
     async def kill(self) -> None:
-        """Ends this host's workers at once: their group is lost. Others end by themselves, with their stream."""
-        self._stopping = True
-        for task in self._watchers:
-            task.cancel()
+        """Ends this host's workers at once: their group is lost. Others end by themselves, with their connection."""
+        self._close()
         for process in self._processes.values():
             if process.returncode is None:
                 process.kill()
@@ -167,11 +207,8 @@ class WorkerLinks:
         if len(self.ready) < self.world_size:
             await self.kill()
             return
-        self._stopping = True
         self.append(worker_pb2.Shutdown())
-        for task in self._watchers:
-            # Without this, a worker that ended would still be waited for by its watcher.
-            task.cancel()
+        self._close()
         end = asyncio.get_running_loop().time() + deadline_seconds
         for rank, process in self._processes.items():
             try:
@@ -195,37 +232,35 @@ class WorkerLinks:
     async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        await self._lose(f"the worker process of rank {rank} ended ({how}); its log says why")
+        self.lose(f"the worker process of rank {rank} ended ({how}); its log says why")
 
-    async def _read(self, rank: int, requests: AsyncIterator[worker_pb2.AttachRequest]) -> None:
-        async for report in requests:
-            if report.HasField("joined"):
-                await self._note(self._joined, rank, report.joined)
-            elif report.HasField("ready"):
-                await self._note(self.ready, rank, report.ready)
-            elif report.HasField("failed"):
-                await self._lose(f"rank {rank}: {report.failed.error}")
-            else:
-                self.on_report(rank, report)
+    def _report(self, rank: int, report: worker_pb2.Report) -> None:
+        if report.HasField("joined"):
+            self._joined[rank] = report.joined
+            self._changed.set()
+        elif report.HasField("ready"):
+            self.ready[rank] = report.ready
+            self._changed.set()
+        elif report.HasField("failed"):
+            self.lose(f"rank {rank}: {report.failed.error}")
+        else:
+            self.on_report(rank, report)
 
-    async def _note(
-        self, table: dict[int, worker_pb2.Joined] | dict[int, worker_pb2.Ready], rank: int, what: object
-    ) -> None:
-        async with self._changed:
-            table[rank] = what  # type: ignore[assignment]
-            self._changed.notify_all()
-
-    async def _lose(self, reason: str) -> None:
-        if self._stopping or self._lost:
-            return
-        log.error("the group is lost", reason=reason)
-        async with self._changed:
-            self._lost = reason
-            self._changed.notify_all()
-        self._on_lost(reason)
+    def _close(self) -> None:
+        """Nobody joins any more, and whoever leaves may."""
+        self._stopping = True
+        if self._server is not None:
+            self._server.close()
+        for task in self._watchers:
+            # Without this, a worker that ended would still be waited for by its watcher.
+            task.cancel()
+        for link in self._links.values():
+            if link.frames is not None:
+                link.frames.close()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: bool(self._lost) or condition())
+        while not self._lost and not condition():
+            self._changed.clear()
+            await self._changed.wait()
         if self._lost:
             raise PeerUnavailable(f"the group cannot start: {self._lost}")

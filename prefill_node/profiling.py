@@ -66,7 +66,7 @@ async def measure(
     Raises:
         DeadlinePassed: a step was not done in time.
     """
-    reports: asyncio.Queue[tuple[int, worker_pb2.AttachRequest]] = asyncio.Queue()
+    reports: asyncio.Queue[tuple[int, worker_pb2.Report]] = asyncio.Queue()
     before, links.on_report = links.on_report, lambda rank, report: reports.put_nowait((rank, report))
     samples: Samples = [[] for _ in range(config.pp)]
     started = time.monotonic()

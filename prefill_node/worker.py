@@ -164,7 +164,7 @@ class Worker:
     def __init__(self, leader: str, rank: int, host: str) -> None:
         self._host = host
         self._rank = rank
-        self._control = Control(leader, worker_pb2.Hello(rank=rank, host=host, pid=os.getpid()))
+        self._control = Control(leader, worker_pb2.JoinRequest(rank=rank, host=host, pid=os.getpid()))
 
     def run(self) -> None:
         """Returns after an orderly shutdown."""
@@ -182,7 +182,7 @@ class Worker:
             self._control.close()
 
     def _fail(self, error: str) -> None:
-        self._control.report(worker_pb2.AttachRequest(failed=worker_pb2.WorkerFailed(error=error)))
+        self._control.report(worker_pb2.Report(failed=worker_pb2.WorkerFailed(error=error)))
 
     def _serve(self, config: worker_pb2.WorkerConfig) -> None:
         configure_logging(config.group, config.log_level, self._rank)
@@ -243,7 +243,7 @@ class Worker:
             layer_seconds=layer_seconds,
             beside_seconds=beside_seconds,
         )
-        self._control.report(worker_pb2.AttachRequest(ready=ready))
+        self._control.report(worker_pb2.Report(ready=ready))
         log.info(
             "ready", layers=[layers.start, layers.end], heads=[heads.start, heads.end], parameters=ready.num_parameters
         )
@@ -261,7 +261,7 @@ class Worker:
     def _join(self, place: Place, config: worker_pb2.WorkerConfig) -> DeviceMesh | None:
         listener = listen_for_store(self._host) if place.rank == 0 else None
         port = listener.getsockname()[1] if listener is not None else 0
-        self._control.report(worker_pb2.AttachRequest(joined=worker_pb2.Joined(store_port=port)))
+        self._control.report(worker_pb2.Report(joined=worker_pb2.Joined(store_port=port)))
         rendezvous = self._control.next().rendezvous
         return join(
             place,
@@ -276,7 +276,7 @@ class Worker:
     def _follow(self, runner: StepRunner, deliveries: Deliveries, place: Place) -> None:
         """Applies the log until it says to shut down."""
         # Entries already taken from the log while looking ahead for the next step.
-        ahead: collections.deque[worker_pb2.AttachResponse] = collections.deque()
+        ahead: collections.deque[worker_pb2.LogRecord] = collections.deque()
         expected = -1
         while True:
             entry = ahead.popleft() if ahead else self._control.next()
@@ -290,7 +290,7 @@ class Worker:
                         expected = step.sequence
                 done = runner.run(entry.step)
                 if place.tensor_rank == 0:
-                    self._control.report(worker_pb2.AttachRequest(step_done=done))
+                    self._control.report(worker_pb2.Report(step_done=done))
                 self._end_requests(entry.step, done, runner, deliveries)
             elif entry.HasField("shutdown"):
                 return
@@ -308,7 +308,7 @@ class Worker:
                 close = functools.partial(deliveries.close, chunk.request_id, tokens.get(chunk.request_id), abort=False)
                 self._control.call(close)
 
-    def _apply(self, entry: worker_pb2.AttachResponse, runner: StepRunner, deliveries: Deliveries) -> None:
+    def _apply(self, entry: worker_pb2.LogRecord, runner: StepRunner, deliveries: Deliveries) -> None:
         """An entry about a request that computes nothing."""
         if entry.HasField("open"):
             runner.open(entry.open)

@@ -138,6 +138,8 @@ class Deadlines(Struct, frozen=True, forbid_unknown_fields=True):
     reply: Seconds = 5.0
     # How often the router asks each group how it is.
     heartbeat: Seconds = 0.5
+    # A worker (or its leader) that is not heard of for so long is lost, though its connection stands.
+    silence: Seconds = 15.0
     # Workers build their stage and load weights.
     worker_start: Seconds = 600.0
     # One step through the whole pipeline.

@@ -74,7 +74,7 @@ def test_s10_a_worker_dies_or_stalls_and_the_group_comes_back_as_a_new_epoch(
     model = tiny_models.make("llama", tmp_path / "model")
     path = tmp_path / "cluster.toml"
     write_cluster(path, model, [Group("p0", 2, 1, OPTIONS)])
-    path.write_text(path.read_text() + "[deadlines]\nstep = 3\n")
+    path.write_text(path.read_text() + "[deadlines]\nstep = 3\nsilence = 6\n")
     cluster = parse_cluster(path.read_text())
     address = cluster.prefill[0].address
     (prompt,) = tiny_models.prompts([2000])
@@ -101,8 +101,14 @@ def test_s10_a_worker_dies_or_stalls_and_the_group_comes_back_as_a_new_epoch(
             asyncio.run(until_paired(cluster.router.address, "p0"))
             answer = asyncio.run(ask(cluster.router.address, prompt[:100], 5))
             assert answer.tokens == oracle.greedy(prompt[:100], 5)
+        # Nothing was asked of this one, and its connection stands.
+        before = asyncio.run(described(address))
+        os.kill(psutil.Process(supervisor.children["p0"].pid).children()[1].pid, signal.SIGSTOP)
+        asyncio.run(back(address, before.epoch))
         asyncio.run(assert_balanced(cluster, ["p0"]))
     log = (tmp_path / "p0.log").read_text(encoding="utf-8")
     reasons = [json.loads(line)["reason"] for line in log.splitlines() if '"the group is lost"' in line]
-    assert len(reasons) == 2
+    assert len(reasons) == 3
     assert "no stage finished a step within 3 s (deadlines.step)" in reasons[1]
+    assert "rank 1 " in reasons[2]
+    assert "nothing was heard for 6 s (deadlines.silence)" in reasons[2]

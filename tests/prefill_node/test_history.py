@@ -12,11 +12,11 @@ def test_a_trace_holds_what_was_computed_between_the_request_s_coming_and_its_en
     history.begin("r", 2.0)
     history.ran(StageRun(0, 1, (("other", 8, 16),), 1.9, 2.5))
     history.ran(StageRun(0, 2, (("r", 0, 4), ("other", 16, 20)), 2.5, 3.0))
-    history.sent(Sent(3, worker_pb2.KvSent(request_id="r", token_start=0, token_end=4, num_bytes=99), 3.0, 3.25))
+    history.sent(Sent(3, worker_pb2.SentBox(request_id="r", token_start=0, token_end=4, num_bytes=99), 3.0, 3.25))
     history.end("r", 3.5)
     history.ran(StageRun(0, 3, (("later", 0, 8),), 4.0, 5.0))
     # What is acknowledged after the caller has left still counts.
-    history.sent(Sent(2, worker_pb2.KvSent(request_id="r", token_start=0, token_end=4, num_bytes=1), 3.0, 4.5))
+    history.sent(Sent(2, worker_pb2.SentBox(request_id="r", token_start=0, token_end=4, num_bytes=1), 3.0, 4.5))
     trace = history.trace("r", 1)
     assert trace is not None
     assert [(s.request_id, s.token_start, s.token_end, s.start, s.end) for s in trace.stages] == [

@@ -34,18 +34,19 @@ class WorkerServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Attach = channel.stream_stream(
-                '/headwater.v1.WorkerService/Attach',
-                request_serializer=headwater_dot_v1_dot_worker__pb2.AttachRequest.SerializeToString,
-                response_deserializer=headwater_dot_v1_dot_worker__pb2.AttachResponse.FromString,
+        self.Join = channel.unary_unary(
+                '/headwater.v1.WorkerService/Join',
+                request_serializer=headwater_dot_v1_dot_worker__pb2.JoinRequest.SerializeToString,
+                response_deserializer=headwater_dot_v1_dot_worker__pb2.JoinResponse.FromString,
                 _registered_method=True)
 
 
 class WorkerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def Attach(self, request_iterator, context):
-        """Opened by the worker; lives as long as the worker.
+    def Join(self, request, context):
+        """A worker asks to be a rank of the group. It then opens a connection to `port` on the leader's host, which
+        begins with the token; LogRecords come on it, and Reports go.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -54,10 +55,10 @@ class WorkerServiceServicer(object):
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Attach': grpc.stream_stream_rpc_method_handler(
-                    servicer.Attach,
-                    request_deserializer=headwater_dot_v1_dot_worker__pb2.AttachRequest.FromString,
-                    response_serializer=headwater_dot_v1_dot_worker__pb2.AttachResponse.SerializeToString,
+            'Join': grpc.unary_unary_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=headwater_dot_v1_dot_worker__pb2.JoinRequest.FromString,
+                    response_serializer=headwater_dot_v1_dot_worker__pb2.JoinResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -71,7 +72,7 @@ class WorkerService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Attach(request_iterator,
+    def Join(request,
             target,
             options=(),
             channel_credentials=None,
@@ -81,12 +82,12 @@ class WorkerService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
+        return grpc.experimental.unary_unary(
+            request,
             target,
-            '/headwater.v1.WorkerService/Attach',
-            headwater_dot_v1_dot_worker__pb2.AttachRequest.SerializeToString,
-            headwater_dot_v1_dot_worker__pb2.AttachResponse.FromString,
+            '/headwater.v1.WorkerService/Join',
+            headwater_dot_v1_dot_worker__pb2.JoinRequest.SerializeToString,
+            headwater_dot_v1_dot_worker__pb2.JoinResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,7 +2,8 @@
 
 python -m tests.campaign answers    20 prompts of 1 to 6,000 tokens on PP∈{1,2,3}×TP∈{1,3} of SmolLM2-135M, and
                                     tiny Llama, Qwen2 and Qwen3 models on PP2·TP2, against single-process transformers
-python -m tests.campaign transfer   N random histories of transfers under faults (tests/kv_transfer/machine.py)
+python -m tests.campaign transfer   N random histories of transfers under faults (tests/kv_transfer/machine.py);
+                                    they wait as much as they compute, so --jobs of twice the cores is best
 python -m tests.campaign rdma       all of tests/rdma over Soft-RoCE, in a virtual machine
 """
 
@@ -84,6 +85,16 @@ def run_transfer(runs: int) -> int:
     return 0
 
 
+def run_transfer_jobs(runs: int, jobs: int) -> int:
+    """As `run_transfer`, shared by processes. Returns 1 when one of them failed."""
+    command = [sys.executable, "-m", "tests.campaign", "transfer", "--runs"]
+    shares = [runs // jobs + (number < runs % jobs) for number in range(jobs)]
+    processes = [subprocess.Popen([*command, str(share)]) for share in shares]
+    failed = [process.wait() for process in processes].count(0) < jobs
+    _say("FAILED; the output above says what" if failed else f"{runs} runs, 0 wrong bytes, 0 leaks")
+    return int(failed)
+
+
 def run_rdma() -> int:
     """Returns the script's exit status."""
     script = Path(__file__).parent / "rdma" / "run.sh"
@@ -108,7 +119,10 @@ def main() -> int:
     parser.add_argument("campaign", choices=["answers", "transfer", "rdma"])
     parser.add_argument("--layouts", help="of answers: for example 2x1,3x3 (PP x TP); default: all")
     parser.add_argument("--runs", type=int, default=10_000, help="of transfer")
+    parser.add_argument("--jobs", type=int, default=1, help="of transfer: processes that share the runs")
     arguments = parser.parse_args()
+    if arguments.campaign == "transfer" and arguments.jobs > 1:
+        return run_transfer_jobs(arguments.runs, arguments.jobs)
     if arguments.campaign == "transfer":
         return run_transfer(arguments.runs)
     if arguments.campaign == "rdma":

@@ -8,8 +8,8 @@ emulated: stages that wait as long as the fitted profile of H20 + Qwen3-235B-A22
     workers and activations are real. 128K tokens, TTFT alone and throughput of 16 requests, at PP1, PP4 and PP8, for
     each policy.
 simulated: 2²⁰ tokens at PP8·TP4 in the simulator, as published and with "optimal".
-control: PP8·TP4 emulated: how long after its input is there a stage begins, and what the leader costs, scaled from the
-    steps/s that were reached to 50.
+control: PP8·TP4 emulated: how long after its input is there a stage begins, and what the leader costs: idle, and a
+    step, from which 50 steps/s follow.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from rich.table import Table
 from benchmarks.report import write_json
 from headwater.cluster import load_cluster
 from headwater.rpc import open_channel
+from headwater.tokens import pack
 from headwater.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from prefill_node.chunking.policies import make_policy
 from prefill_node.profiles import PROFILES
@@ -46,13 +47,13 @@ TOKENS = 131_072
 NUM_REQUESTS = 16
 # (policy, chunk_tokens, smoothing): the best of the published fixed sizes, the published dynamic setting, ours.
 POLICIES = {"fixed": (6144, 0.75), "dynamic": (18_432, 0.8), "optimal": (18_432, 0.75)}
-_START_SECONDS = 600
+_START_SECONDS, _IDLE_SECONDS = 600, 5
 
 
 async def ttft(address: str, token_ids: list[int], request_id: str = "") -> float:
     """Seconds from asking to the first token, without a transfer."""
     request = prefill_pb2.PrefillRequest(
-        request_id=request_id or uuid.uuid4().hex, token_ids=token_ids, sampling=common_pb2.SamplingParams()
+        request_id=request_id or uuid.uuid4().hex, tokens=pack(token_ids), sampling=common_pb2.SamplingParams()
     )
     started = time.perf_counter()
     seconds = 0.0
@@ -221,7 +222,7 @@ async def measure_control(address: str, seconds: float) -> tuple[list[float], in
     """How late each stage began after its input and its turn were there; and the number of steps."""
     request_id = uuid.uuid4().hex
     request = prefill_pb2.PrefillRequest(
-        request_id=request_id, token_ids=[2] * TOKENS, sampling=common_pb2.SamplingParams()
+        request_id=request_id, tokens=pack([2] * TOKENS), sampling=common_pb2.SamplingParams()
     )
     async with open_channel(address) as channel:
         stub = prefill_pb2_grpc.PrefillServiceStub(channel)
@@ -248,6 +249,9 @@ def control(console: Console) -> dict[str, Any]:
             leader = psutil.Process(supervisor.children["p"].pid)
             address = load_cluster(path).prefill[0].address
             asyncio.run(ttft(address, [2] * 20_000))
+            before = sum(leader.cpu_times()[:2])
+            time.sleep(_IDLE_SECONDS)
+            idle = (sum(leader.cpu_times()[:2]) - before) / _IDLE_SECONDS
             before, started = sum(leader.cpu_times()[:2]), time.perf_counter()
             rounds = [asyncio.run(measure_control(address, 60)) for _ in range(5)]
             cpu, wall = sum(leader.cpu_times()[:2]) - before, time.perf_counter() - started
@@ -258,8 +262,9 @@ def control(console: Console) -> dict[str, Any]:
         "control_p50_ms": round(late[len(late) // 2] * 1e3, 3),
         "control_p99_ms": round(late[len(late) * 99 // 100] * 1e3, 3),
         "control_steps_per_s": round(steps / wall, 1),
+        "leader_cpu_share_idle": round(idle, 4),
         "leader_cpu_share": round(cpu / wall, 4),
-        "leader_cpu_share_at_50_steps_per_s": round(cpu / steps * 50, 4),
+        "leader_cpu_share_at_50_steps_per_s": round(idle + (cpu - idle * wall) / steps * 50, 4),
     }
 
 

@@ -27,6 +27,7 @@ from rich.table import Table
 from benchmarks.report import write_json
 from headwater.cluster import Cluster, load_cluster
 from headwater.rpc import open_channel
+from headwater.tokens import pack
 from headwater.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from router.supervisor import Supervisor
 from tests.harness import free_ports, model_folder
@@ -55,7 +56,7 @@ def cluster_file(folder: Path, model: Path, num_tokens: int, chunk_tokens: int) 
 async def ttft(cluster: Cluster, name: str, token_ids: list[int], *, transfer: bool) -> float:
     """Seconds from asking group `name` to its first token."""
     request = prefill_pb2.PrefillRequest(
-        request_id=uuid.uuid4().hex, token_ids=token_ids, sampling=common_pb2.SamplingParams()
+        request_id=uuid.uuid4().hex, tokens=pack(token_ids), sampling=common_pb2.SamplingParams()
     )
     async with (
         open_channel(cluster.prefill_named(name).address) as prefill_channel,

@@ -22,9 +22,10 @@ import numpy.typing as npt
 # A step's chunks: (prefix, count) of each.
 Chunks = Sequence[tuple[int, int]]
 
-# Steps that the online fit remembers, per stage, and how many new ones make it fit again.
-_WINDOW, _REFIT_EVERY = 256, 32
-_NUM_COEFFICIENTS = 4
+# Steps that the online fit remembers, per stage; so many new ones, or half of what it knows, make it fit again.
+_WINDOW, _REFIT_EVERY = 256, 128
+# A gradient that is zero but for rounding, relative.
+_OPTIMAL = 1e-9
 # A step this many times farther off than the median step is (half of them are nearer) says nothing about the stage ...
 _OUTLIER = 5.0
 # ... and being this much off is never an outlier.
@@ -137,7 +138,7 @@ class OnlineCost:
             self.error = abs(self.cost.step_seconds(chunks) - seconds) / seconds
         self._recent.append((tuple(chunks), seconds))
         self._new += 1
-        if self.cost is not None and self._new < _REFIT_EVERY:
+        if self.cost is not None and self._new < min(_REFIT_EVERY, -(-len(self._recent) // 2)):
             return False
         self._new = 0
         samples = [*self._profiled, *self._recent]
@@ -191,7 +192,9 @@ def _features(chunks: Chunks) -> list[float]:
 
 
 def _fit(features: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> StageCost:
-    """Non-negative least squares over 4 columns: the best of the 15 supports whose solution is not negative."""
+    """Non-negative least squares over 4 columns: of the 15 supports, the one whose solution is not negative and would
+    not get better by any column that it leaves out (the Karush-Kuhn-Tucker conditions).
+    """
     scaled = features / seconds[:, None]
     # Columns differ by ten orders of magnitude.
     norms = np.linalg.norm(scaled, axis=0)
@@ -203,14 +206,14 @@ def _fit(features: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) ->
     for size in range(4, 0, -1):
         for support in itertools.combinations(range(4), size):
             part = list(support)
-            solution = np.linalg.lstsq(gram[np.ix_(part, part)], right[part], rcond=None)[0]
+            solution = np.zeros(4)
+            solution[part] = np.linalg.lstsq(gram[np.ix_(part, part)], right[part], rcond=None)[0]
             if (solution < 0).any():
                 continue
-            error = float(np.sum((columns[:, part] @ solution - 1.0) ** 2))
-            if error < best_error * (1 - 1e-9):
-                best, best_error = np.zeros(4), error
-                best[part] = solution
-        if size == _NUM_COEFFICIENTS and best_error < float("inf"):
-            # Without a constraint that binds, nothing is better.
-            break
+            error = float(solution @ gram @ solution - 2 * solution @ right)
+            if error < best_error:
+                best, best_error = solution, error
+            if (right - gram @ solution).max() <= _OPTIMAL * right.max():
+                return StageCost(*(float(value) for value in solution / norms))
+    # Rounding hid it.
     return StageCost(*(float(value) for value in best / norms))

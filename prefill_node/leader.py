@@ -10,6 +10,8 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
 
+import numpy as np
+
 from headwater.cluster import Deadlines
 from headwater.errors import (
     DeadlinePassed,
@@ -20,6 +22,7 @@ from headwater.errors import (
     error_class,
 )
 from headwater.lifecycle import Event, Logger, get_logger
+from headwater.tokens import TOKEN_BYTES
 from headwater.v1 import common_pb2, prefill_pb2, worker_pb2
 from prefill_node import leader_metrics as metrics
 from prefill_node.costs import LearnedCost
@@ -80,7 +83,9 @@ class Leader:
         self._links: WorkerLinks | None = None
         # What each stage was given and has not reported, by (stage, sequence).
         self._given: dict[tuple[int, int], worker_pb2.Step] = {}
+        # Looks whether a stage has finished a step since `_progress_at`.
         self._watch: asyncio.TimerHandle | None = None
+        self._progress_at = 0.0
         # Why the group does not serve; empty when it does.
         self.not_serving = "starting"
 
@@ -104,7 +109,7 @@ class Leader:
         self._check(request)
         accepted = Request(
             request_id=request.request_id,
-            token_ids=request.token_ids,
+            tokens=request.tokens,
             sampling=request.sampling,
             grant=request.grant if request.HasField("grant") else None,
             priority=request.priority,
@@ -173,17 +178,20 @@ class Leader:
             raise PeerUnavailable(f"the prefill group is not serving: {self.not_serving}.")
         if not request.request_id:
             raise InvalidRequest("request_id is empty; give each request its own.")
-        if not request.token_ids:
-            raise InvalidRequest("the prompt is empty; give at least one token.")
-        if max(request.token_ids) >= self._geometry.vocab_size:
+        num_tokens, beside = divmod(len(request.tokens), TOKEN_BYTES)
+        if not request.tokens or beside:
             raise InvalidRequest(
-                f"token id {max(request.token_ids)} is out of the vocabulary (0 to {self._geometry.vocab_size - 1}). "
+                f"the prompt has {len(request.tokens)} bytes; give at least one token, each of {TOKEN_BYTES} bytes."
+            )
+        largest = int(np.frombuffer(request.tokens, "<u4").max())
+        if largest >= self._geometry.vocab_size:
+            raise InvalidRequest(
+                f"token id {largest} is out of the vocabulary (0 to {self._geometry.vocab_size - 1}). "
                 "Tokenise with this model's tokenizer."
             )
-        if len(request.token_ids) > self._geometry.max_context_tokens:
+        if num_tokens > self._geometry.max_context_tokens:
             raise InvalidRequest(
-                f"the prompt has {len(request.token_ids)} tokens; the model's context is "
-                f"{self._geometry.max_context_tokens}."
+                f"the prompt has {num_tokens} tokens; the model's context is {self._geometry.max_context_tokens}."
             )
 
     def _advance(self) -> None:
@@ -195,6 +203,8 @@ class Leader:
         for entry in entries:
             if isinstance(entry.entry, worker_pb2.Step):
                 assert entry.stage is not None
+                if not self._given:
+                    self._progress_at = time.monotonic()
                 self._given[entry.stage, entry.entry.sequence] = entry.entry
                 if entry.stage == 0:
                     self._step_begun(entry.entry)
@@ -238,14 +248,14 @@ class Leader:
                 self._scheduled(caller)
 
     def _expect_progress(self) -> None:
-        """Some stage must finish a step in time, if there is any."""
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
-        if self._given:
-            self._watch = asyncio.get_running_loop().call_later(self._deadlines.step, self._stalled)
-
-    def _stalled(self) -> None:
+        """Some stage must finish a step in time, if there is any. A timer for each step would cost more than this."""
+        self._watch = None
+        if not self._given:
+            return
+        left = self._progress_at + self._deadlines.step - time.monotonic()
+        if left > 0:
+            self._watch = asyncio.get_running_loop().call_later(left, self._expect_progress)
+            return
         stage = min(stage for stage, _ in self._given)
         if self._links is not None:
             self._links.lose(
@@ -277,7 +287,7 @@ class Leader:
     def _stage_done(self, stage: int, done: worker_pb2.StepDone) -> None:
         now = time.monotonic()
         step = self._given.pop((stage, done.sequence))
-        self._expect_progress()
+        self._progress_at = now
         computed = tuple((chunk.request_id, chunk.start, chunk.end) for chunk in step.chunks if not chunk.void)
         if computed:
             self.cost.add(stage, [(start, end - start) for _, start, end in computed], done.compute_seconds)

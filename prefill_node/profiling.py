@@ -18,6 +18,7 @@ import msgspec
 
 from headwater.errors import DeadlinePassed
 from headwater.lifecycle import get_logger
+from headwater.tokens import pack
 from headwater.v1 import worker_pb2
 from prefill_node.costs import Chunks
 from prefill_node.links import WorkerLinks
@@ -82,7 +83,7 @@ async def measure(
                 break
             progress(f"profiling, {number} of {len(points)}")
             step = worker_pb2.Step(sequence=sequence)
-            step.chunks.add(request_id=_REQUEST, start=prefix, end=prefix + count, token_ids=[0] * count)
+            step.chunks.add(request_id=_REQUEST, start=prefix, end=prefix + count, tokens=pack([0] * count))
             links.append(step)
             sequence += 1
             async with asyncio.timeout(config.step_seconds):

@@ -25,9 +25,10 @@ import collections
 import dataclasses
 import enum
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from headwater.errors import CapacityError, DuplicateTransfer, InvalidRequest, StalePeer
+from headwater.tokens import TOKEN_BYTES
 from headwater.v1 import common_pb2, worker_pb2
 from prefill_node.chunking import ChunkPolicy
 from prefill_node.pages import PagePool
@@ -66,7 +67,8 @@ class Request:
     """One prompt. Only the scheduler changes what is below the line."""
 
     request_id: str
-    token_ids: Sequence[int]
+    # As in PrefillRequest.
+    tokens: bytes
     sampling: common_pb2.SamplingParams
     grant: common_pb2.Grant | None
     priority: int = 0
@@ -89,7 +91,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.tokens) // TOKEN_BYTES
 
     @property
     def first_token(self) -> int:
@@ -365,9 +367,10 @@ class Scheduler:
         self._given[stage] += 1
         step = worker_pb2.Step()
         step.CopyFrom(planned)
-        for chunk in step.chunks:
-            if stage or chunk.void:
-                del chunk.token_ids[:]
+        if stage == 0:
+            # No other stage needs them.
+            for chunk in planned.chunks:
+                chunk.ClearField("tokens")
         return Entry(step, stage)
 
     def _next_step(self, now: float) -> worker_pb2.Step:
@@ -389,10 +392,8 @@ class Scheduler:
             request.seconds_left.popleft()
             request.num_planned += 1
             request.next_token, request.served_at = end, now
-            token_ids = request.token_ids[start:end]
-            step.chunks.add(
-                request_id=request.request_id, start=start, end=end, token_ids=token_ids, last=not request.ends
-            )
+            tokens = request.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
+            step.chunks.add(request_id=request.request_id, start=start, end=end, tokens=tokens, last=not request.ends)
             if not request.ends:
                 request.state = RequestState.CLOSING
                 self._turns.remove(request)

@@ -11,8 +11,8 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from typing import overload
 
+from headwater.tokens import TOKEN_BYTES
 from headwater.v1 import common_pb2, worker_pb2
 from prefill_node.chunking import ChunkPolicy
 from prefill_node.costs import GroupCost
@@ -115,25 +115,6 @@ def simulate(
     return _Simulation(arrivals, hardware, cuts, limits, PagePool(num_pages, page_size), check).run()
 
 
-class _Tokens(Sequence[int]):
-    """So many tokens, none of which is anything."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        return () if isinstance(index, slice) else 0
-
-
 class _Simulation:
     def __init__(
         self,
@@ -196,10 +177,8 @@ class _Simulation:
         heapq.heappush(self._events, (when, next(self._order), event))
 
     def _arrive(self, arrival: Arrival) -> None:
-        request = Request(
-            arrival.request_id, _Tokens(arrival.num_tokens), common_pb2.SamplingParams(), None, arrival.priority
-        )
-        self._scheduler.submit(request)
+        tokens = bytes(TOKEN_BYTES * arrival.num_tokens)
+        self._scheduler.submit(Request(arrival.request_id, tokens, common_pb2.SamplingParams(), None, arrival.priority))
 
     def _cancel(self, arrival: Arrival) -> None:
         _, entries = self._scheduler.cancel(arrival.request_id)

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -128,8 +129,8 @@ class StepRunner:
             log.event(Event.CHUNK_STARTED, request=chunk.request_id, tokens=[chunk.tokens.start, chunk.tokens.end])
         positions = torch.cat([torch.arange(chunk.tokens.start, chunk.tokens.end, device=device) for chunk in chunks])
         if hidden is None:
-            tokens = [token for chunk in step.chunks for token in chunk.token_ids]
-            source = torch.tensor(tokens, device=device)
+            tokens = np.frombuffer(b"".join(chunk.tokens for chunk in step.chunks), "<u4")
+            source = torch.from_numpy(tokens.astype(np.int64)).to(device)
         else:
             source = hidden if rows is None else hidden[rows]
         logits_of = [chunk.offset + len(chunk.tokens) - 1 for chunk in ending]

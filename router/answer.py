@@ -51,7 +51,7 @@ class Answer:
 
     async def progress(self, tokens_done: int) -> None:
         """Another chunk has left the last stage."""
-        progress = router_pb2.Progress(tokens_done=tokens_done, tokens_total=len(self._job.token_ids))
+        progress = router_pb2.Progress(tokens_done=tokens_done, tokens_total=self._job.num_tokens)
         await self._client.send(router_pb2.GenerateResponse(progress=progress))
 
     async def first_token(self, sampled: prefill_pb2.FirstToken) -> None:
@@ -83,7 +83,7 @@ class Answer:
             reason = common_pb2.FINISH_REASON_STOP
         finished = router_pb2.Finished(
             reason=reason,
-            num_prompt_tokens=len(self._job.token_ids),
+            num_prompt_tokens=self._job.num_tokens,
             num_generated_tokens=self._num_tokens,
             text=text,
             ttft=self._timeline.parts(self._leader),

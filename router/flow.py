@@ -52,8 +52,8 @@ class Flow:
             try:
                 job = await prepare(request, request_id, self._model)
                 timeline.tokenized = time.monotonic()
-                log.event(Event.TOKENIZED, num_prompt_tokens=len(job.token_ids))
-                size = Size(len(job.token_ids), job.stop.max_tokens)
+                log.event(Event.TOKENIZED, num_prompt_tokens=job.num_tokens)
+                size = Size(job.num_tokens, job.stop.max_tokens)
                 pair = choose_pair(self._groups.snapshot(), size, next(self._turns))
                 stream = TextStream(self._model.text.tokenizer, job.stop.stop)
                 answer = Answer(client, job, stream, timeline, log)

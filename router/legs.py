@@ -189,7 +189,7 @@ class Legs:
             request_id=self._job.request_id,
             transfer_id=self._transfer_id,
             attempt=attempt,
-            num_prompt_tokens=len(self._job.token_ids),
+            num_prompt_tokens=self._job.num_tokens,
             sampling=self._job.sampling,
             stop=self._job.stop,
             source=description.geometry if description else None,
@@ -247,7 +247,7 @@ class Legs:
             decode=tuple(group for group in snapshot.decode if remaining(group, self._decode_group)),
         )
         try:
-            return choose_pair(rest, Size(len(self._job.token_ids), self._job.stop.max_tokens), turn=0)
+            return choose_pair(rest, Size(self._job.num_tokens, self._job.stop.max_tokens), turn=0)
         except HeadwaterError as error:
             self._log.warning("no other group can take over", error=str(error))
             return None
@@ -275,9 +275,9 @@ class Legs:
     async def _prefill(self, group: PrefillGroup, grant: common_pb2.Grant | None) -> None:
         """One group's prefill. Without a grant it gives the whole answer, one token."""
         request = prefill_pb2.PrefillRequest(
-            request_id=self._job.request_id, token_ids=self._job.token_ids, sampling=self._job.sampling, grant=grant
+            request_id=self._job.request_id, tokens=self._job.tokens, sampling=self._job.sampling, grant=grant
         )
-        metrics.PROMPT_TOKENS.inc(len(self._job.token_ids))
+        metrics.PROMPT_TOKENS.inc(self._job.num_tokens)
         completed = False
         with self._groups.dispatched(group.name):
             async with self._peers.prefill(group.name, request) as events:
@@ -319,7 +319,7 @@ class Legs:
         self._ending.reschedule(asyncio.get_running_loop().time() + self._deadlines.stop)
 
     def _accepted(self) -> router_pb2.Accepted:
-        num_tokens = len(self._job.token_ids)
+        num_tokens = self._job.num_tokens
         chunk_tokens = self._pair.prefill.description.chunk_tokens if self._pair.prefill.description else 0
         return router_pb2.Accepted(
             request_id=self._job.request_id,

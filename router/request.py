@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from headwater.errors import InvalidRequest
+from headwater.tokens import TOKEN_BYTES, pack
 from headwater.v1 import common_pb2, router_pb2
 from router.text import Text
 
@@ -36,9 +37,14 @@ class Job:
     """A request that can work."""
 
     request_id: str
-    token_ids: Sequence[int]
+    # As in PrefillRequest.
+    tokens: bytes
     sampling: common_pb2.SamplingParams
     stop: common_pb2.StopConditions
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
 
 
 async def prepare(request: router_pb2.GenerateRequest, request_id: str, model: ServedModel) -> Job:
@@ -60,7 +66,7 @@ async def prepare(request: router_pb2.GenerateRequest, request_id: str, model: S
         eos_token_ids=() if request.ignore_eos else model.eos_token_ids,
         stop=request.stop,
     )
-    return Job(request_id, token_ids, sampling, stop)
+    return Job(request_id, pack(token_ids), sampling, stop)
 
 
 def _check_max_tokens(max_tokens: int, model: ServedModel) -> None:

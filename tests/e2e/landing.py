@@ -10,6 +10,7 @@ import torch
 
 from headwater.cluster import Cluster
 from headwater.rpc import Server
+from headwater.tokens import pack
 from headwater.v1 import prefill_pb2, transfer_pb2_grpc
 from kv_transfer.connectors.ragged import RequestKv
 from kv_transfer.mooncake import MooncakeEngine
@@ -50,7 +51,7 @@ async def landed_kv(cluster: Cluster, group: str, token_ids: Sequence[int], *, d
             kv = RequestKv(described.geometry, len(token_ids))
             incoming = receiver.expect(uuid.uuid4().hex, 1, len(token_ids), kv)
             request = prefill_pb2.PrefillRequest(
-                request_id=uuid.uuid4().hex, token_ids=token_ids, sampling=GREEDY, grant=receiver.grant(incoming)
+                request_id=uuid.uuid4().hex, tokens=pack(token_ids), sampling=GREEDY, grant=receiver.grant(incoming)
             )
             events = [event async for event in stub.Prefill(request)]
             delivery = await incoming.committed()

@@ -11,6 +11,7 @@ import grpc
 import torch
 
 from headwater.cluster import Cluster
+from headwater.tokens import pack
 from headwater.v1 import prefill_pb2, prefill_pb2_grpc
 from tests import tiny_models
 from tests.e2e.landing import landed_kv
@@ -33,7 +34,7 @@ async def one(
     stub: prefill_pb2_grpc.PrefillServiceAsyncStub, name: str, num_tokens: int, patience: float | None
 ) -> str:
     """How one request ended; one that has patience is cancelled when it is used up."""
-    request = prefill_pb2.PrefillRequest(request_id=name, token_ids=[2] * num_tokens, sampling=GREEDY)
+    request = prefill_pb2.PrefillRequest(request_id=name, tokens=pack([2] * num_tokens), sampling=GREEDY)
     call = stub.Prefill(request)
     chunks: list[int] = []
     tokens: list[int] = []

@@ -280,7 +280,12 @@ class DecodeRank:
         await self.server.stop(SECONDS)
         # The server has ended every call; what it does on the way out takes a moment.
         arena, receiver = self.arena, self.receiver
-        await until(lambda: (receiver.open_transfers, arena.held, arena.quarantined) == (0, 0, 0))
+        try:
+            await until(lambda: (receiver.open_transfers, arena.held, arena.quarantined) == (0, 0, 0))
+        except TimeoutError:
+            left = f"{receiver.open_transfers} transfers, {arena.held} slots held, {arena.quarantined} quarantined"
+            stacks = "\n".join(str(task.get_stack(limit=8)) for task in asyncio.all_tasks())
+            raise AssertionError(f"{self.engine.session} still has {left}; tasks:\n{stacks}") from None
         await receiver.close()
         self.writer.close()
         arena.check()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headwater.errors import CapacityError, DuplicateTransfer, InvalidRequest, StalePeer
+from headwater.tokens import pack, unpack
 from headwater.v1 import common_pb2, worker_pb2
 from prefill_node.chunking import fixed
 from prefill_node.pages import PagePool
@@ -41,7 +42,7 @@ def make(max_queued: int = 100, stages: int = STAGES, clock: Clock | None = None
 
 
 def request(name: str, num_tokens: int, grant: common_pb2.Grant | None = None, priority: int = 0) -> Request:
-    return Request(name, list(range(num_tokens)), common_pb2.SamplingParams(), grant, priority)
+    return Request(name, pack(range(num_tokens)), common_pb2.SamplingParams(), grant, priority)
 
 
 class Machine(RuleBasedStateMachine):
@@ -106,7 +107,7 @@ class Machine(RuleBasedStateMachine):
             served_at[chunk.request_id] = self.clock.now
             if chunk.last:
                 turns.discard(chunk.request_id)
-            assert list(chunk.token_ids) == list(range(chunk.start, chunk.end))
+            assert list(unpack(chunk.tokens)) == list(range(chunk.start, chunk.end))
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), attempt=st.integers(1, 5))
@@ -186,7 +187,7 @@ class Machine(RuleBasedStateMachine):
         )
         for chunk in step.chunks:
             name = chunk.request_id
-            assert bool(chunk.token_ids) == (stage == 0 and not chunk.void)
+            assert bool(chunk.tokens) == (stage == 0 and not chunk.void)
             if chunk.void:
                 continue
             computed = self.computed[stage][name]

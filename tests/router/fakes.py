@@ -17,6 +17,7 @@ import tokenizers.pre_tokenizers
 import router
 from headwater.cluster import Cluster, parse_cluster
 from headwater.rpc import Server
+from headwater.tokens import unpack
 from headwater.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, router_pb2
 from router.client import Client
 from router.request import ServedModel
@@ -165,7 +166,8 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
     async def until_first_token(
         self, request: prefill_pb2.PrefillRequest
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        ends = [*range(CHUNK_TOKENS, len(request.token_ids), CHUNK_TOKENS), len(request.token_ids)]
+        num_tokens = len(unpack(request.tokens))
+        ends = [*range(CHUNK_TOKENS, num_tokens, CHUNK_TOKENS), num_tokens]
         yield prefill_pb2.PrefillResponse(scheduled=prefill_pb2.PrefillScheduled(num_chunks=len(ends)))
         for end in ends:
             yield prefill_pb2.PrefillResponse(chunk_done=prefill_pb2.ChunkDone(token_end=end))

@@ -30,7 +30,7 @@ def not_serving(prefill: FakePrefill, decode: FakeDecode) -> None:
 
 def refusing(error: PeerError | CapacityError) -> Callable[[FakePrefill, FakeDecode], None]:
     async def refuse(request: prefill_pb2.PrefillRequest) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        if request.token_ids:
+        if request.tokens:
             raise error
         yield prefill_pb2.PrefillResponse()
 

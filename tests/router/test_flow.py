@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from headwater.errors import CapacityError, DeadlinePassed, GeometryMismatch, PeerUnavailable, TransferFailed
+from headwater.tokens import unpack
 from headwater.v1 import common_pb2, decode_pb2, prefill_pb2, router_pb2
 from router.ttft import PARTS
 from tests.router.fakes import FakeDecode, FakePrefill, kinds, never, rig, text_request, tiny_tokenizer
@@ -42,7 +43,7 @@ def test_events_come_in_order_with_exact_tokens_and_text() -> None:
             assert finished.reason == common_pb2.FINISH_REASON_LENGTH
             assert finished.num_generated_tokens == len(ANSWER)
             (prefill,), (decode,) = it.prefill.requests, it.decode.requests
-            assert list(prefill.token_ids) == prompt
+            assert list(unpack(prefill.tokens)) == prompt
             assert prefill.grant.transfer_id == decode.transfer_id == accepted.transfer_id
             assert (decode.attempt, decode.num_prompt_tokens) == (1, len(prompt))
             assert decode.source == it.prefill.description.geometry
@@ -188,7 +189,7 @@ def test_s23_prefill_refuses_and_decode_is_released() -> None:
         async with rig(ANSWER) as it:
 
             async def refuse(request: prefill_pb2.PrefillRequest) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-                if request.token_ids:
+                if request.tokens:
                     raise CapacityError("p0 is full")
                 yield prefill_pb2.PrefillResponse()
 

@@ -24,15 +24,15 @@ class PrefillRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     GRANT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    tokens: _builtins.bytes
+    """4 bytes each, little-endian (headwater.tokens)."""
     priority: _builtins.int
     """Higher goes first; see the scheduler for how long lower ones wait at most."""
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -43,14 +43,14 @@ class PrefillRequest(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _builtins.bytes = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         grant: _common_pb2.Grant | None = ...,
         priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_grant", b"_grant", "grant", b"grant", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grant", b"_grant", "grant", b"grant", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grant", b"_grant", "grant", b"grant", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grant: _TypeAlias = _typing.Literal["grant"]  # noqa: Y015
     _WhichOneofArgType__grant: _TypeAlias = _typing.Literal["_grant", b"_grant"]  # noqa: Y015

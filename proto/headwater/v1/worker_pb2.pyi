@@ -662,33 +662,31 @@ class Chunk(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
     VOID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     start: _builtins.int
     end: _builtins.int
+    tokens: _builtins.bytes
+    """For the first stage only; as in PrefillRequest."""
     last: _builtins.bool
     """The request's last chunk: its last token is sampled from, and this rank finishes delivering and releases it."""
     void: _builtins.bool
     """The request was cancelled: the chunk keeps its place in the activations and is not computed."""
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For the first stage only."""
-
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         start: _builtins.int = ...,
         end: _builtins.int = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _builtins.bytes = ...,
         last: _builtins.bool = ...,
         void: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "last", b"last", "request_id", b"request_id", "start", b"start", "token_ids", b"token_ids", "void", b"void"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "last", b"last", "request_id", b"request_id", "start", b"start", "tokens", b"tokens", "void", b"void"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

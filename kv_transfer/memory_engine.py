@@ -87,8 +87,7 @@ class MemoryFabric:
             raise WriteFailed(f"{session}: no such peer, or the destination is not registered there.")
 
         def land() -> None:
-            if target.registered(destination, num_bytes):
-                ctypes.memmove(destination, source, num_bytes)
+            target.land(source, destination, num_bytes)
 
         with self._lock:
             faults = self.faults
@@ -156,23 +155,36 @@ class MemoryEngine:
         self._fabric = fabric
         self.session = session
         self._regions: dict[int, int] = {}
+        # Fences come from other threads.
+        self._lock = threading.Lock()
 
     def register(self, address: int, num_bytes: int) -> None:
-        for start, length in self._regions.items():
-            if address < start + length and start < address + num_bytes:
-                raise InvalidConfig(f"{self.session}: the range overlaps one that is registered.")
-        self._regions[address] = num_bytes
+        with self._lock:
+            for start, length in self._regions.items():
+                if address < start + length and start < address + num_bytes:
+                    raise InvalidConfig(f"{self.session}: the range overlaps one that is registered.")
+            self._regions[address] = num_bytes
 
     def unregister(self, address: int) -> None:
-        self._regions.pop(address, None)
+        with self._lock:
+            self._regions.pop(address, None)
 
     def fence(self, address: int) -> None:
-        # A write lands whole or, once its region is gone, not at all.
         self.unregister(address)
 
     def registered(self, address: int, num_bytes: int) -> bool:
+        with self._lock:
+            return self._has(address, num_bytes)
+
+    def land(self, source: int, destination: int, num_bytes: int) -> None:
+        """A write arrives. It lands whole before a fence returns, or not at all."""
+        with self._lock:
+            if self._has(destination, num_bytes):
+                ctypes.memmove(destination, source, num_bytes)
+
+    def _has(self, address: int, num_bytes: int) -> bool:
         return any(
-            start <= address and address + num_bytes <= start + length for start, length in list(self._regions.items())
+            start <= address and address + num_bytes <= start + length for start, length in self._regions.items()
         )
 
     def contact(self, session: str, epoch: str) -> None:

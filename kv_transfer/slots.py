@@ -15,7 +15,7 @@ import asyncio
 import collections
 from collections.abc import Hashable, Iterable
 
-from headwater.errors import CapacityError, DeadlinePassed, TransferFailed
+from headwater.errors import CapacityError, DeadlinePassed, HeadwaterError
 from headwater.lifecycle import get_logger
 from kv_transfer import metrics
 from kv_transfer.engine import TransferEngine
@@ -104,14 +104,14 @@ class SlotArena:
             old = self._buffers[slot]
             try:
                 await asyncio.to_thread(self._engine.fence, old.address)
-            except TransferFailed:
-                log.exception("a slot cannot be fenced and stays in quarantine", slot=slot)
+                self._buffers[slot] = self._registered()
+            except HeadwaterError:
+                log.exception("a slot cannot be fenced or replaced and stays in quarantine", slot=slot)
                 continue
             old.give_back_memory()
             old.retire()
             self.retired += 1
             metrics.SLOTS_FENCED.inc()
-            self._buffers[slot] = self._registered()
             self._quarantined.remove(slot)
             self._free.append(slot)
             self._serve()

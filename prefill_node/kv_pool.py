@@ -6,16 +6,20 @@ Suffixes: T tokens of a step, L tokens of a prefix, H key/value heads of this ra
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from headwater.lifecycle import get_logger
 from headwater.v1 import common_pb2
 from kv_transfer import memory
 from kv_transfer.geometry import Box, CellSize, PagedLayout, PageTable, Span
 from kv_transfer.memory import HostBuffer
 from kv_transfer.planner import packed_bytes, plan
+
+log = get_logger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -53,6 +57,8 @@ class KvPool:
             self._memory = torch.frombuffer(HostBuffer(num_bytes).view(), dtype=torch.uint8)
         else:
             self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        # Copies to and from the host wait for no kernel but those that they need, and no kernel waits for them.
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._dtype = DTYPES[geometry.dtype]
         flat = self._memory.view(self._dtype)
         slots = num_pages * geometry.page_size
@@ -115,32 +121,55 @@ class KvPool:
         return memory.digest(packed.address, packed.num_bytes)
 
     def pack_by_tensors(self, pages: PageTable, box: Box, address: int) -> None:
-        """`pack` for memory that the processor cannot address: gathered on its device, then copied to the host."""
+        """`pack` for memory that the processor cannot address: gathered on its device, then copied to the host.
+
+        Called when the kernels that fill the box are done.
+        """
         runs = self.layout.runs(pages, box.tokens)
         heads = slice(box.heads.start - self.layout.heads.start, box.heads.end - self.layout.heads.start)
-        parts = [
-            torch.cat([pool[slot : slot + count, heads] for slot, count in runs]).flatten()
-            for layer in range(box.layers.start, box.layers.end)
-            for pool in self._layers[layer]
-        ]
-        self._packed(box, address).copy_(torch.cat(parts))
+        with self._on_copies():
+            parts = [
+                torch.cat([pool[slot : slot + count, heads] for slot, count in runs]).flatten()
+                for layer in range(box.layers.start, box.layers.end)
+                for pool in self._layers[layer]
+            ]
+            self._packed(box, address).copy_(torch.cat(parts), non_blocking=True)
 
     def unpack_by_tensors(self, pages: PageTable, box: Box, address: int) -> None:
         """The inverse of `pack_by_tensors`."""
         runs = self.layout.runs(pages, box.tokens)
         heads = slice(box.heads.start - self.layout.heads.start, box.heads.end - self.layout.heads.start)
-        packed = self._packed(box, address).to(self._memory.device)
-        done = 0
-        for layer in range(box.layers.start, box.layers.end):
-            for pool in self._layers[layer]:
-                for slot, count in runs:
-                    target = pool[slot : slot + count, heads]
-                    target.copy_(packed[done : done + target.numel()].view(target.shape))
-                    done += target.numel()
+        with self._on_copies():
+            packed = self._packed(box, address).to(self._memory.device, non_blocking=True)
+            done = 0
+            for layer in range(box.layers.start, box.layers.end):
+                for pool in self._layers[layer]:
+                    for slot, count in runs:
+                        target = pool[slot : slot + count, heads]
+                        target.copy_(packed[done : done + target.numel()].view(target.shape))
+                        done += target.numel()
+
+    @contextlib.contextmanager
+    def _on_copies(self) -> Iterator[None]:
+        """On the copy stream; at its end what was begun there is done."""
+        if self._copies is None:
+            yield
+            return
+        with torch.cuda.stream(self._copies):
+            yield
+        self._copies.synchronize()
 
     def _packed(self, box: Box, address: int) -> torch.Tensor:
         num_bytes = packed_bytes(box, self.layout.cell)
         return torch.frombuffer(memory.view(address, num_bytes), dtype=self._dtype)
+
+
+def pin(address: int, num_bytes: int) -> None:
+    """Lets CUDA copy to and from host memory of ours without going through a buffer of its own."""
+    status = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
+    if int(status) != 0:
+        # Only slower.
+        log.warning("a send segment could not be pinned", status=int(status))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,38 +8,34 @@ from __future__ import annotations
 
 import argparse
 import collections
-import dataclasses
 import functools
 import os
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from headwater.errors import HeadwaterError
-from headwater.lifecycle import Event, configure_logging, get_logger
-from headwater.v1 import common_pb2, worker_pb2
+from headwater.lifecycle import configure_logging, get_logger
+from headwater.v1 import worker_pb2
 from kv_transfer.geometry import Span, head_share
 from kv_transfer.metrics_server import MetricsServer
 from kv_transfer.mooncake import MooncakeEngine
 from kv_transfer.sender import SEGMENT_BYTES, Sender, WriterRank
 from kv_transfer.slots import SlotArena
 from kv_transfer.writer import Writer
-from prefill_node import worker_metrics as metrics
 from prefill_node.commands import add_worker_arguments
 from prefill_node.control import Control
 from prefill_node.costs import StageCost
 from prefill_node.deliveries import Deliveries
 from prefill_node.emulated import EmulatedStage
-from prefill_node.kv_pool import DTYPES, FetchedKv, KvPool, PlacedChunk
+from prefill_node.kv_pool import DTYPES, FetchedKv, KvPool, PlacedChunk, pin
 from prefill_node.pipeline import Pipeline, Place, join, listen_for_store
-from prefill_node.sampling import sample
+from prefill_node.steps import Afterwards, Launched, StepRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,116 +43,6 @@ if TYPE_CHECKING:
     from prefill_node.stage import Stage
 
 log = get_logger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Running:
-    """A request that this rank has pages for."""
-
-    pages: list[int]
-    sampling: common_pb2.SamplingParams
-
-
-class StepRunner:
-    """Computes steps: everything between a plan and its results, with no leader and no transfers.
-
-    Args:
-        computed: called for each chunk whose KV is complete in the pool.
-    """
-
-    def __init__(
-        self,
-        place: Place,
-        stage: Stage | EmulatedStage,
-        pool: KvPool,
-        pipeline: Pipeline,
-        computed: Callable[[str, Span], None],
-    ) -> None:
-        self._place = place
-        self._stage = stage
-        self._pool = pool
-        self._pipeline = pipeline
-        self._computed = computed
-        self._requests: dict[str, _Running] = {}
-
-    def open(self, request: worker_pb2.OpenRequest) -> None:
-        self._requests[request.request_id] = _Running(list(request.pages), request.sampling)
-
-    def close(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
-
-    def expect(self, step: worker_pb2.Step) -> None:
-        """Posts the receive of a step that will be run next."""
-        self._pipeline.post(sum(chunk.end - chunk.start for chunk in step.chunks))
-
-    def run(self, step: worker_pb2.Step) -> worker_pb2.StepDone:
-        """Runs a step that was expected. Chunks that are void keep their place and are not computed."""
-        asked = time.perf_counter()
-        hidden = self._pipeline.take() if self._place.previous is not None else None
-        started = time.perf_counter()
-        done = worker_pb2.StepDone(sequence=step.sequence, wait_seconds=started - asked)
-        planned = [chunk for chunk in step.chunks if not chunk.void]
-        chunks = self._place_chunks(planned)
-        ending = [placed for placed, chunk in zip(chunks, planned, strict=True) if chunk.last]
-        result = self._forward(step, chunks, ending, hidden)
-        if self._place.following is not None:
-            self._pipeline.send(result)
-        if self._stage.device.type == "cuda":
-            # KV may leave only after the kernels that fill it are done.
-            torch.cuda.current_stream().synchronize()
-        done.compute_seconds = time.perf_counter() - started
-        metrics.STEP_SECONDS.observe(done.compute_seconds)
-        for chunk in chunks:
-            log.event(Event.CHUNK_COMPUTED, request=chunk.request_id, tokens=[chunk.tokens.start, chunk.tokens.end])
-            self._computed(chunk.request_id, chunk.tokens)
-        if self._place.samples:
-            for chunk, logits in zip(ending, result if ending else [], strict=True):
-                token = sample(logits, self._requests[chunk.request_id].sampling, chunk.tokens.end)
-                done.sampled.add(request_id=chunk.request_id, token_id=token)
-        return done
-
-    def _forward(
-        self, step: worker_pb2.Step, chunks: list[PlacedChunk], ending: list[PlacedChunk], hidden: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Hidden states of all tokens of the step (void ones have any); on the last stage, logits of `ending`."""
-        num_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
-        device = self._stage.device
-        if not chunks:
-            return self._stage.empty(num_tokens)
-        # Where in the step the tokens are that are computed; None: everywhere.
-        rows = self._rows(step) if any(chunk.void for chunk in step.chunks) else None
-        for chunk in chunks:
-            log.event(Event.CHUNK_STARTED, request=chunk.request_id, tokens=[chunk.tokens.start, chunk.tokens.end])
-        positions = torch.cat([torch.arange(chunk.tokens.start, chunk.tokens.end, device=device) for chunk in chunks])
-        if hidden is None:
-            tokens = np.frombuffer(b"".join(chunk.tokens for chunk in step.chunks), "<u4")
-            source = torch.from_numpy(tokens.astype(np.int64)).to(device)
-        else:
-            source = hidden if rows is None else hidden[rows]
-        logits_of = [chunk.offset + len(chunk.tokens) - 1 for chunk in ending]
-        result = self._stage.forward(source, positions, self._pool, chunks, logits_of)
-        if rows is None or self._place.following is None:
-            return result
-        whole = self._stage.empty(num_tokens)
-        whole[rows] = result
-        return whole
-
-    def _rows(self, step: worker_pb2.Step) -> torch.Tensor:
-        kept = [
-            torch.full((chunk.end - chunk.start,), not chunk.void, device=self._stage.device) for chunk in step.chunks
-        ]
-        return torch.cat(kept).nonzero().squeeze(1)
-
-    def _place_chunks(self, chunks: list[worker_pb2.Chunk]) -> list[PlacedChunk]:
-        placed: list[PlacedChunk] = []
-        offset = 0
-        for chunk in chunks:
-            pages, tokens = self._requests[chunk.request_id].pages, Span(chunk.start, chunk.end)
-            layout = self._pool.layout
-            prefix_runs = layout.runs(pages, Span(0, chunk.start)) if chunk.start else []
-            placed.append(PlacedChunk(chunk.request_id, tokens, offset, prefix_runs, layout.runs(pages, tokens)))
-            offset += len(tokens)
-        return placed
 
 
 class Worker:
@@ -203,6 +89,9 @@ class Worker:
             # For deliveries that are written page to page.
             engine.register(pool.address, pool.num_bytes)
         arena = SlotArena(engine, max(1, config.send_buffer_bytes // SEGMENT_BYTES), SEGMENT_BYTES)
+        if device.type == "cuda":
+            for slot in range(arena.num_slots):
+                pin(arena.address(slot), arena.slot_bytes)
         writer = Writer(
             engine, write_seconds=config.write_seconds, max_bytes_in_flight=arena.num_slots * arena.slot_bytes
         )
@@ -227,6 +116,7 @@ class Worker:
             pipeline,
             lambda request, tokens: self._control.call(deliveries.computed, request, tokens),
         )
+        afterwards = Afterwards(threaded=device.type == "cuda")
         if config.HasField("core"):
             os.sched_setaffinity(0, {config.core})
         layer_seconds: list[float] = []
@@ -249,7 +139,7 @@ class Worker:
             "ready", layers=[layers.start, layers.end], heads=[heads.start, heads.end], parameters=ready.num_parameters
         )
         try:
-            self._follow(runner, deliveries, place)
+            self._follow(runner, afterwards, deliveries, place)
             pipeline.drain()
         finally:
             writer.close()
@@ -274,11 +164,18 @@ class Worker:
             seconds=config.step_seconds,
         )
 
-    def _follow(self, runner: StepRunner, deliveries: Deliveries, place: Place) -> None:
+    def _follow(self, runner: StepRunner, afterwards: Afterwards, deliveries: Deliveries, place: Place) -> None:
         """Applies the log until it says to shut down."""
         # Entries already taken from the log while looking ahead for the next step.
         ahead: collections.deque[worker_pb2.LogRecord] = collections.deque()
         expected = -1
+
+        def finish(launched: Launched) -> None:
+            done = runner.finish(launched)
+            if place.tensor_rank == 0:
+                self._control.report(worker_pb2.Report(step_done=done))
+            self._end_requests(launched.step, done, runner, deliveries)
+
         while True:
             entry = ahead.popleft() if ahead else self._control.next()
             if entry.HasField("step"):
@@ -289,14 +186,12 @@ class Worker:
                     if step.sequence > expected:
                         runner.expect(step)
                         expected = step.sequence
-                done = runner.run(entry.step)
-                if place.tensor_rank == 0:
-                    self._control.report(worker_pb2.Report(step_done=done))
-                self._end_requests(entry.step, done, runner, deliveries)
+                afterwards.run(functools.partial(finish, runner.launch(entry.step)))
             elif entry.HasField("shutdown"):
+                afterwards.close()
                 return
             else:
-                self._apply(entry, runner, deliveries)
+                self._apply(entry, runner, afterwards, deliveries)
 
     def _end_requests(
         self, step: worker_pb2.Step, done: worker_pb2.StepDone, runner: StepRunner, deliveries: Deliveries
@@ -309,18 +204,25 @@ class Worker:
                 close = functools.partial(deliveries.close, chunk.request_id, tokens.get(chunk.request_id), abort=False)
                 self._control.call(close)
 
-    def _apply(self, entry: worker_pb2.LogRecord, runner: StepRunner, deliveries: Deliveries) -> None:
+    def _apply(
+        self, entry: worker_pb2.LogRecord, runner: StepRunner, afterwards: Afterwards, deliveries: Deliveries
+    ) -> None:
         """An entry about a request that computes nothing."""
+        change: Callable[[], None]
         if entry.HasField("open"):
             runner.open(entry.open)
-            self._control.call(deliveries.open, entry.open)
+            change = functools.partial(deliveries.open, entry.open)
         elif entry.HasField("abort"):
             runner.close(entry.abort.request_id)
-            self._control.call(lambda: deliveries.close(entry.abort.request_id, None, abort=True))
+            change = functools.partial(deliveries.close, entry.abort.request_id, None, abort=True)
         elif entry.HasField("redirect"):
-            self._control.call(deliveries.redirect, entry.redirect)
+            change = functools.partial(deliveries.redirect, entry.redirect)
         elif entry.HasField("forget"):
-            self._control.call(deliveries.forget, entry.forget.request_id)
+            change = functools.partial(deliveries.forget, entry.forget.request_id)
+        else:
+            return
+        # Pages are given back only when the steps before this entry are done with them.
+        afterwards.run(functools.partial(self._control.call, change))
 
 
 def _make_stage(

@@ -15,7 +15,7 @@ from prefill_node.costs import StageCost
 from prefill_node.kv_pool import KvPool, PlacedChunk
 
 # Of the hidden states between stages: enough to be sent, and little to send.
-_HIDDEN_SIZE = 16
+_HIDDEN_SIZE = 4
 
 
 class EmulatedStage:

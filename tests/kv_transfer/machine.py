@@ -192,6 +192,8 @@ class TransferMachine(RuleBasedStateMachine):
         self.go(die())
         self.go(self.settle(lost))
         self.runs = [run for run in self.runs if run not in lost]
+        # Writes of its own that hang end with it.
+        self.fabric.land_late()
         self.go(group.close())
 
     @rule(pick=PICK, shape=st.sampled_from(SOURCES))

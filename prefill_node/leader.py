@@ -86,6 +86,11 @@ class Leader:
         # Looks whether a stage has finished a step since `_progress_at`.
         self._watch: asyncio.TimerHandle | None = None
         self._progress_at = 0.0
+        # Looking a label up takes longer than counting.
+        stages = range(self.num_stages)
+        self._busy = [metrics.STAGE_SECONDS.labels(stage) for stage in stages]
+        self._waiting = [metrics.STAGE_WAIT_SECONDS.labels(stage) for stage in stages]
+        self._cost_error = [metrics.COST_ERROR.labels(stage) for stage in stages]
         # Why the group does not serve; empty when it does.
         self.not_serving = "starting"
 
@@ -97,6 +102,10 @@ class Leader:
         """All ranks are ready."""
         self._links = links
         self.not_serving = ""
+        scheduler = self.scheduler
+        metrics.QUEUED.set_function(lambda: scheduler.num_queued)
+        metrics.RUNNING.set_function(lambda: scheduler.num_running)
+        metrics.FREE_PAGES.set_function(lambda: scheduler.pool.free_pages)
 
     async def prefill(self, request: prefill_pb2.PrefillRequest) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         """Runs one request. Leaving the iterator early cancels it.
@@ -208,9 +217,6 @@ class Leader:
                 self._given[entry.stage, entry.entry.sequence] = entry.entry
                 if entry.stage == 0:
                     self._step_begun(entry.entry)
-        metrics.QUEUED.set(self.scheduler.num_queued)
-        metrics.RUNNING.set(self.scheduler.num_running)
-        metrics.FREE_PAGES.set(self.scheduler.pool.free_pages)
 
     def _request_failed(self, failed: worker_pb2.RequestFailed) -> None:
         """A rank cannot deliver."""
@@ -292,11 +298,11 @@ class Leader:
         if computed:
             self.cost.add(stage, [(start, end - start) for _, start, end in computed], done.compute_seconds)
             self.history.ran(StageRun(stage, done.sequence, computed, now - done.compute_seconds, now))
-            metrics.STAGE_SECONDS.labels(stage).inc(done.compute_seconds)
+            self._busy[stage].inc(done.compute_seconds)
             error = self.cost.stages[stage].error
             if error is not None:
-                metrics.COST_ERROR.labels(stage).observe(error)
-        metrics.STAGE_WAIT_SECONDS.labels(stage).inc(done.wait_seconds)
+                self._cost_error[stage].observe(error)
+        self._waiting[stage].inc(done.wait_seconds)
         self._finish_chunks(self.scheduler.step_done(stage, done.sequence), done, now)
         self._advance()
 
@@ -335,8 +341,9 @@ class Leader:
         if not over:
             return
         self._append(over)
-        if self.scheduler.num_running == 0:
-            self.scheduler.pool.check()
+        pool = self.scheduler.pool
+        if self.scheduler.num_running == 0 and pool.free_pages != pool.num_pages:
+            raise AssertionError(f"nothing runs, and {pool.free_pages} of {pool.num_pages} pages are free")
         if caller is not None:
             self._log(caller.request).event(Event.RELEASED, bytes_sent=caller.bytes_sent)
             if caller.error is None:

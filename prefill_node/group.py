@@ -325,7 +325,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 common_pb2.StageCost(**dataclasses.asdict(cost))
                 for cost in (leader.cost.group.stages if leader.cost.measured else ())
             ],
+            backlog_tokens=scheduler.backlog_tokens,
             backlog_seconds=scheduler.backlog_seconds,
+            transfer_seconds=leader.transfer_seconds,
         )
 
 

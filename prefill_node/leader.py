@@ -32,6 +32,9 @@ from prefill_node.scheduler import Entry, Request, Scheduler
 
 log = get_logger(__name__)
 
+# How much the newest box counts in `transfer_seconds`.
+_NEWEST = 0.1
+
 
 @dataclasses.dataclass
 class _Caller:
@@ -80,6 +83,8 @@ class Leader:
         self._geometry = geometry
         self._deadlines = deadlines
         self._callers: dict[str, _Caller] = {}
+        # Of a box of KV, lately.
+        self.transfer_seconds = 0.0
         self._links: WorkerLinks | None = None
         # What each stage was given and has not reported, by (stage, sequence).
         self._given: dict[tuple[int, int], worker_pb2.Step] = {}
@@ -161,6 +166,7 @@ class Leader:
         elif report.HasField("kv_sent"):
             now = time.monotonic()
             for box in report.kv_sent.boxes:
+                self.transfer_seconds += _NEWEST * (box.seconds - self.transfer_seconds)
                 end = now - box.age_seconds
                 self.history.sent(Sent(rank, box, end - box.seconds, end))
         elif report.HasField("request_failed"):

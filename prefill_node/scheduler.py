@@ -183,6 +183,12 @@ class Scheduler:
         planned = sum(request.seconds_left[0] for request in self._turns)
         return planned + sum(request.seconds_left[0] for request in self._queue)
 
+    @property
+    def backlog_tokens(self) -> int:
+        """Of everything that is queued or not yet planned."""
+        running = sum(request.num_tokens - request.next_token for request in self._turns)
+        return running + sum(request.num_tokens - request.first_token for request in self._queue)
+
     def submit(self, request: Request) -> None:
         """Queues a request.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import time
 import uuid
 
@@ -17,8 +18,9 @@ from headwater.v1 import router_pb2
 from router import metrics
 from router.answer import Answer, ClientStream
 from router.legs import Groups, Legs, Peers
-from router.pairing import Pair, Size, choose_pair
+from router.pairing import Pair, Policies, Size, choose_pair
 from router.request import ServedModel, prepare
+from router.snapshot import Snapshot
 from router.text_stream import TextStream
 from router.ttft import Timeline
 
@@ -28,12 +30,16 @@ _log = get_logger(__name__)
 class Flow:
     """Runs requests; holds nothing of them."""
 
-    def __init__(self, model: ServedModel, groups: Groups, peers: Peers, deadlines: Deadlines) -> None:
+    def __init__(
+        self, model: ServedModel, groups: Groups, peers: Peers, deadlines: Deadlines, policies: Policies
+    ) -> None:
         self._model = model
         self._groups = groups
         self._peers = peers
         self._deadlines = deadlines
-        self._turns = itertools.count()
+        self._policies = policies
+        # Each router counts from elsewhere, so that routers do not do the same at the same time.
+        self._turns = itertools.count(secrets.randbits(32))
 
     async def run(self, request: router_pb2.GenerateRequest, client: ClientStream) -> None:
         """Answers one request. Cancelling ends both legs.
@@ -54,11 +60,20 @@ class Flow:
                 timeline.tokenized = time.monotonic()
                 log.event(Event.TOKENIZED, num_prompt_tokens=job.num_tokens)
                 size = Size(job.num_tokens, job.stop.max_tokens)
-                pair = choose_pair(self._groups.snapshot(), size, next(self._turns))
+                pair = self._choose(self._groups.snapshot(), size)
                 stream = TextStream(self._model.text.tokenizer, job.stop.stop)
                 answer = Answer(client, job, stream, timeline, log)
                 await Legs(
-                    self._peers, self._groups, self._deadlines, pair, job, transfer_id, answer, timeline, log
+                    self._peers,
+                    self._groups,
+                    self._deadlines,
+                    self._choose,
+                    pair,
+                    job,
+                    transfer_id,
+                    answer,
+                    timeline,
+                    log,
                 ).run()
             except asyncio.CancelledError:
                 if answer is None or not answer.finished:
@@ -71,6 +86,9 @@ class Flow:
                 if isinstance(error, PeerError) and pair is not None:
                     self._refresh(pair)
                 raise
+
+    def _choose(self, snapshot: Snapshot, size: Size) -> Pair:
+        return choose_pair(snapshot, size, self._policies, next(self._turns))
 
     def _refresh(self, pair: Pair) -> None:
         for group in (pair.prefill, pair.decode):

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 
 from headwater.cluster import Deadlines
@@ -27,7 +27,7 @@ from headwater.lifecycle import Event, Logger
 from headwater.v1 import common_pb2, decode_pb2, prefill_pb2, router_pb2
 from router import metrics
 from router.answer import Answer
-from router.pairing import Pair, Size, choose_pair
+from router.pairing import Pair, Size
 from router.request import Job
 from router.snapshot import DecodeGroup, PrefillGroup, Snapshot
 from router.ttft import Timeline
@@ -58,7 +58,7 @@ class Groups(Protocol):
 
     def refresh(self, name: str) -> None: ...
 
-    def dispatched(self, name: str) -> contextlib.AbstractContextManager[None]: ...
+    def dispatched(self, name: str, num_tokens: int) -> contextlib.AbstractContextManager[Callable[[], None]]: ...
 
 
 class Legs:
@@ -69,6 +69,7 @@ class Legs:
         peers: Peers,
         groups: Groups,
         deadlines: Deadlines,
+        choose: Callable[[Snapshot, Size], Pair],
         pair: Pair,
         job: Job,
         transfer_id: str,
@@ -79,8 +80,10 @@ class Legs:
         self._peers = peers
         self._groups = groups
         self._deadlines = deadlines
+        self._choose = choose
         self._pair = pair
         self._job = job
+        self._size = Size(job.num_tokens, job.stop.max_tokens)
         self._transfer_id = transfer_id
         self._answer = answer
         self._timeline = timeline
@@ -194,7 +197,7 @@ class Legs:
             stop=self._job.stop,
             source=description.geometry if description else None,
         )
-        stack.enter_context(self._groups.dispatched(node.name))
+        stack.enter_context(self._groups.dispatched(node.name, self._size.num_tokens))
         events = await stack.enter_async_context(self._peers.decode(node.name, request))
         return events, await self._grant(node, events, attempt)
 
@@ -247,7 +250,7 @@ class Legs:
             decode=tuple(group for group in snapshot.decode if remaining(group, self._decode_group)),
         )
         try:
-            return choose_pair(rest, Size(self._job.num_tokens, self._job.stop.max_tokens), turn=0)
+            return self._choose(rest, self._size)
         except HeadwaterError as error:
             self._log.warning("no other group can take over", error=str(error))
             return None
@@ -279,7 +282,7 @@ class Legs:
         )
         metrics.PROMPT_TOKENS.inc(self._job.num_tokens)
         completed = False
-        with self._groups.dispatched(group.name):
+        with self._groups.dispatched(group.name, self._job.num_tokens) as computed:
             async with self._peers.prefill(group.name, request) as events:
                 if not self._prefilling:
                     self._prefilling = True
@@ -288,8 +291,11 @@ class Legs:
                     match event.WhichOneof("event"):
                         case "chunk_done":
                             await self._answer.progress(event.chunk_done.token_end)
-                        case "first_token" if not self._answer.has_first_token:
-                            # Another attempt samples the same token again.
+                        case "first_token":
+                            computed()
+                            if self._answer.has_first_token:
+                                # Another attempt samples the same token again.
+                                continue
                             await self._answer.first_token(event.first_token)
                             if grant is None:
                                 await self._finish(self._answer.reason_after_one_token(event.first_token.token_id))

@@ -1,17 +1,18 @@
 """Which prefill and which decode group a request goes to: pure functions of a snapshot.
 
-Room is not judged here: a snapshot is up to a heartbeat old, and a group that is full says so itself, at
-once. Load only orders the candidates.
+Here is decided who can take a request at all; a policy (`router.policies`) chooses among those.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 from headwater.errors import GeometryMismatch, InvalidRequest, PeerUnavailable
+from headwater.v1 import prefill_pb2
 from router.compatibility import reason_against_pair, reason_against_prefill
+from router.policies import Candidate, Policy
 from router.snapshot import DecodeGroup, PrefillGroup, Snapshot
 
 _AnyGroup = TypeVar("_AnyGroup", PrefillGroup, DecodeGroup)
@@ -23,6 +24,11 @@ class Size:
 
     num_prompt_tokens: int
     max_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and answer."""
+        return self.num_prompt_tokens + self.max_tokens
 
     @property
     def needs_decode(self) -> bool:
@@ -38,8 +44,16 @@ class Pair:
     decode: DecodeGroup | None
 
 
-def choose_pair(snapshot: Snapshot, size: Size, turn: int) -> Pair:
-    """The least loaded prefill group, and the least loaded decode group that can take its KV.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Policies:
+    """Of each role."""
+
+    prefill: Policy
+    decode: Policy
+
+
+def choose_pair(snapshot: Snapshot, size: Size, policies: Policies, turn: int) -> Pair:
+    """The prefill group that the one policy chooses, and of the decode groups that can take its KV the other's choice.
 
     Args:
         turn: counts the router's requests; ties are resolved round robin by it.
@@ -54,16 +68,17 @@ def choose_pair(snapshot: Snapshot, size: Size, turn: int) -> Pair:
         usable = [group for group in prefill if not reason_against_prefill(snapshot, group)]
         if not usable:
             raise GeometryMismatch(reason_against_prefill(snapshot, prefill[0]))
-        return Pair(least_loaded(usable, prefill_load, turn), None)
-    decode = candidates("decode", snapshot.decode, size.num_prompt_tokens + size.max_tokens)
+        return Pair(_chosen(usable, [as_prefill(group, size) for group in usable], policies.prefill, turn), None)
+    decode = candidates("decode", snapshot.decode, size.num_tokens)
     partners = {
         group.name: [other for other in decode if not reason_against_pair(snapshot, group, other)] for group in prefill
     }
     paired = [group for group in prefill if partners[group.name]]
     if not paired:
         raise GeometryMismatch(reason_against_pair(snapshot, prefill[0], decode[0]))
-    chosen = least_loaded(paired, prefill_load, turn)
-    return Pair(chosen, least_loaded(partners[chosen.name], decode_load, turn))
+    chosen = _chosen(paired, [as_prefill(group, size) for group in paired], policies.prefill, turn)
+    others = partners[chosen.name]
+    return Pair(chosen, _chosen(others, [as_decode(group) for group in others], policies.decode, turn))
 
 
 def candidates(role: str, groups: Sequence[_AnyGroup], num_tokens: int) -> list[_AnyGroup]:
@@ -98,21 +113,60 @@ def _why_none(role: str, groups: Sequence[PrefillGroup | DecodeGroup], num_token
     return f"no {role} group is serving: {states}"
 
 
-def least_loaded(groups: Sequence[_AnyGroup], load: Callable[[_AnyGroup], tuple[int, int]], turn: int) -> _AnyGroup:
-    """One of the groups with the smallest load, by turns."""
-    least = min(load(group) for group in groups)
-    tied = [group for group in groups if load(group) == least]
-    return tied[turn % len(tied)]
+def _chosen(groups: Sequence[_AnyGroup], known: Sequence[Candidate], policy: Policy, turn: int) -> _AnyGroup:
+    return groups[policy(known, turn)]
 
 
-def prefill_load(group: PrefillGroup) -> tuple[int, int]:
-    """Requests there, by its own count or by what this router sent since; then the fewest free tokens."""
-    assert group.description is not None
-    reported = group.description.queued_requests + group.description.running_requests
-    return max(reported, group.in_flight), -int(group.description.free_tokens)
+def as_prefill(group: PrefillGroup, size: Size) -> Candidate:
+    """What a policy may know of a prefill group."""
+    said = group.description
+    assert said is not None
+    known = bool(said.costs)
+    return Candidate(
+        requests=max(said.queued_requests + said.running_requests + len(group.sent_since), len(group.sent)),
+        tokens_ahead=max(int(said.backlog_tokens) + sum(group.sent_since), sum(group.sent)),
+        free_tokens=int(said.free_tokens) - sum(group.sent_since),
+        seconds_ahead=said.backlog_seconds + sum(prefill_seconds(said, sent) for sent in group.sent_since)
+        if known
+        else None,
+        own_seconds=prefill_seconds(said, size.num_prompt_tokens) + said.transfer_seconds if known else None,
+    )
 
 
-def decode_load(group: DecodeGroup) -> tuple[int, int]:
-    """As `prefill_load`."""
-    assert group.description is not None
-    return max(group.description.active_requests, group.in_flight), -int(group.description.free_tokens)
+def as_decode(group: DecodeGroup) -> Candidate:
+    """What a policy may know of a decode group."""
+    said = group.description
+    assert said is not None
+    free = int(said.free_tokens) - sum(group.sent_since)
+    return Candidate(
+        requests=max(said.active_requests + len(group.sent_since), len(group.sent)),
+        tokens_ahead=int(said.capacity_tokens) - free,
+        free_tokens=free,
+    )
+
+
+def prefill_seconds(group: prefill_pb2.DescribePrefillResponse, num_tokens: int) -> float:
+    """Predicted seconds of a prompt, alone, from its first step to its first token, cut into equal chunks.
+
+    The slowest stage computes all chunks one after the other, and the last chunk goes through the other stages. Of n
+    tokens in chunks of x, Σ(2·L·x + x²) = n².
+    """
+    count = -(-num_tokens // group.chunk_tokens)
+    last_prefix = (count - 1) * group.chunk_tokens
+    last = num_tokens - last_prefix
+    prefixes = group.chunk_tokens * count * (count - 1) / 2
+    whole = max(
+        cost.base * count
+        + cost.per_prefix_token * prefixes
+        + cost.per_token * num_tokens
+        + cost.per_pair * num_tokens**2
+        for cost in group.costs
+    )
+    chunk = max(
+        cost.base
+        + cost.per_prefix_token * last_prefix
+        + cost.per_token * last
+        + cost.per_pair * (2 * last_prefix + last) * last
+        for cost in group.costs
+    )
+    return whole + (len(group.costs) - 1) * chunk

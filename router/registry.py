@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
@@ -33,19 +34,26 @@ class Describers(Protocol):
 class _Member(Generic[_Description]):
     """One group's changing entry."""
 
-    def __init__(self, name: str, address: str, describe: Callable[[str], Awaitable[_Description]]) -> None:
+    def __init__(
+        self, name: str, address: str, describe: Callable[[str], Awaitable[_Description]], clock: Callable[[], float]
+    ) -> None:
         self.name = name
         self.address = address
         self.state = State.UNREACHABLE
         self.detail = "not asked yet"
         self.description: _Description | None = None
-        self.in_flight = 0
+        # Tokens and time of dispatch of what is the group's to do.
+        self.sent: dict[object, tuple[int, float]] = {}
+        # When the newest description was asked for.
+        self.described_at = 0.0
         self.wanted = asyncio.Event()
         self._describe: Callable[[str], Awaitable[_Description]] = describe
+        self._clock = clock
 
     async def ask(self) -> bool:
         """Asks the group; returns whether its state, reason or epoch changed."""
         before = (self.state, self.detail, self.description.epoch if self.description else "")
+        asked_at = self._clock()
         try:
             answer = await self._describe(self.name)
         except HeadwaterError as error:
@@ -53,11 +61,19 @@ class _Member(Generic[_Description]):
         else:
             self.state = State.SERVING if answer.serving else State.NOT_SERVING
             self.detail = "" if answer.serving else answer.detail or "it gives no reason"
-            self.description = answer
+            self.description, self.described_at = answer, asked_at
         return before != (self.state, self.detail, self.description.epoch if self.description else "")
 
     def frozen(self) -> Group[_Description]:
-        return Group(self.name, self.address, self.state, self.detail, self.description, self.in_flight)
+        return Group(
+            self.name,
+            self.address,
+            self.state,
+            self.detail,
+            self.description,
+            tuple(num_tokens for num_tokens, _ in self.sent.values()),
+            tuple(num_tokens for num_tokens, at in self.sent.values() if at >= self.described_at),
+        )
 
 
 _AnyMember: TypeAlias = _Member[prefill_pb2.DescribePrefillResponse] | _Member[decode_pb2.DescribeDecodeResponse]
@@ -68,6 +84,7 @@ class Registry:
 
     Args:
         on_change: told after a group's state, reason or epoch changed.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -76,12 +93,14 @@ class Registry:
         describers: Describers,
         tokenizer_fingerprint: str,
         on_change: Callable[[Snapshot], Awaitable[None]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._heartbeat_seconds = cluster.deadlines.heartbeat
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._on_change = on_change
-        self._prefill = [_Member(g.name, g.address, describers.describe_prefill) for g in cluster.prefill]
-        self._decode = [_Member(g.name, g.address, describers.describe_decode) for g in cluster.decode]
+        self._prefill = [_Member(g.name, g.address, describers.describe_prefill, clock) for g in cluster.prefill]
+        self._decode = [_Member(g.name, g.address, describers.describe_decode, clock) for g in cluster.decode]
         self._members: dict[str, _AnyMember] = {member.name: member for member in self._prefill}
         self._members |= {member.name: member for member in self._decode}
         self._tasks: list[asyncio.Task[None]] = []
@@ -111,14 +130,18 @@ class Registry:
         self._members[name].wanted.set()
 
     @contextlib.contextmanager
-    def dispatched(self, name: str) -> Iterator[None]:
-        """Counts a request as the group's load while the context lasts, from before the group reports it."""
-        member = self._members[name]
-        member.in_flight += 1
+    def dispatched(self, name: str, num_tokens: int) -> Iterator[Callable[[], None]]:
+        """Counts a request's tokens as the group's load while the context lasts, from before the group reports them.
+
+        Yields:
+            What ends that earlier.
+        """
+        sent, key = self._members[name].sent, object()
+        sent[key] = num_tokens, self._clock()
         try:
-            yield
+            yield lambda: sent.pop(key, None) and None
         finally:
-            member.in_flight -= 1
+            sent.pop(key, None)
 
     async def _watch(self, member: _AnyMember) -> None:
         while True:

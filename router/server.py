@@ -20,7 +20,9 @@ from headwater.v1 import router_pb2, router_pb2_grpc
 from kv_transfer.metrics_server import MetricsServer
 from kv_transfer.model_folder import read_model_folder
 from router.flow import Flow
+from router.pairing import Policies
 from router.peers import Peers
+from router.policies.named import POLICIES
 from router.registry import Registry
 from router.request import ServedModel
 from router.service import RouterServicer
@@ -73,7 +75,10 @@ async def running_router(cluster: Cluster, model: ServedModel) -> AsyncIterator[
         stack.push_async_callback(peers.close)
         stack.push_async_callback(registry.stop)
         await registry.start()
-        servicer = RouterServicer(Flow(model, registry, peers, cluster.deadlines), registry, metrics_server.address)
+        policies = Policies(POLICIES[cluster.router.prefill_policy], POLICIES[cluster.router.decode_policy])
+        servicer = RouterServicer(
+            Flow(model, registry, peers, cluster.deadlines, policies), registry, metrics_server.address
+        )
         router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server.grpc_server)
         stack.push_async_callback(servicer.close, cluster.deadlines.stop)
         stack.push_async_callback(server.stop, cluster.deadlines.stop)

@@ -30,8 +30,11 @@ class Group(Generic[_Description]):
     detail: str
     # The last answer, kept while the group is unreachable; None until it has answered once. Never modified.
     description: _Description | None
-    # Requests that this router sent to the group and whose leg has not ended.
-    in_flight: int = 0
+    # Tokens of each request that this router has sent and that still is the group's to do: prompts until their first
+    # token is sampled; prompts and answers until the decode leg ends.
+    sent: tuple[int, ...] = ()
+    # Of those, the ones that the description cannot count yet.
+    sent_since: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.name} at {self.address}"

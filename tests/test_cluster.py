@@ -126,9 +126,8 @@ REFUSED = [
     ),
     (
         "[deadlines]\nanswer = 1",
-        "deadlines: unknown key `answer`. Allowed: reply, heartbeat, worker_start, step, write, acknowledge, queue, "
-        "lease, "
-        "resume, stop.",
+        "deadlines: unknown key `answer`. Allowed: reply, heartbeat, silence, worker_start, step, write, acknowledge, "
+        "queue, lease, resume, stop.",
     ),
     ('[[prefill]]\nname = "p0"', f"prefill[0]: missing required key `address`. Allowed: {PREFILL_KEYS}."),
     # Types, in the words of TOML.

@@ -29,6 +29,8 @@ Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = typing.get_args(Dtype)
 Transport = Literal["auto", "tcp", "rdma"]
+DecodePolicy = Literal["round_robin", "least_loaded", "power_of_two"]
+PrefillPolicy = Literal["round_robin", "least_loaded", "power_of_two", "predicted_ttft"]
 _Section = typing.TypeVar("_Section", "Prefill", "Decode")
 
 
@@ -49,6 +51,10 @@ class Router(Struct, frozen=True, forbid_unknown_fields=True):
     address: Address = "127.0.0.1:7000"
     metrics_port: Port = 0
     name: Name = "router"
+    # Which of the groups that fit gets a request (`router.policies`). "predicted_ttft" takes the one that by its own
+    # costs has the first token soonest.
+    prefill_policy: PrefillPolicy = "predicted_ttft"
+    decode_policy: DecodePolicy = "least_loaded"
 
 
 class Prefill(Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,13 +7,15 @@ import dataclasses
 import pytest
 
 from headwater.errors import GeometryMismatch, InvalidRequest, PeerUnavailable
-from headwater.v1 import decode_pb2, prefill_pb2
+from headwater.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.compatibility import mismatches, unpaired
-from router.pairing import Size, choose_pair
+from router.pairing import Policies, Size, as_decode, as_prefill, choose_pair, prefill_seconds
+from router.policies.named import POLICIES
 from router.snapshot import DecodeGroup, PrefillGroup, Snapshot, State
 from tests.router.fakes import tiny_geometry
 
 SIZE = Size(num_prompt_tokens=10, max_tokens=5)
+LEAST_LOADED = Policies(POLICIES["least_loaded"], POLICIES["least_loaded"])
 
 
 def prefill(name: str, *, running: int = 0, free: int = 100, capacity: int = 100, key_size: int = 8) -> PrefillGroup:
@@ -38,7 +40,7 @@ def snapshot(prefills: list[PrefillGroup], decodes: list[DecodeGroup]) -> Snapsh
 
 
 def chosen(it: Snapshot, size: Size = SIZE, turn: int = 0) -> tuple[str, str]:
-    pair = choose_pair(it, size, turn)
+    pair = choose_pair(it, size, LEAST_LOADED, turn)
     return pair.prefill.name, pair.decode.name if pair.decode else ""
 
 
@@ -70,7 +72,7 @@ def test_ties_go_by_turns() -> None:
 
 
 def test_s22_requests_sent_since_the_last_heartbeat_count() -> None:
-    busy = dataclasses.replace(prefill("p0"), in_flight=1)
+    busy = dataclasses.replace(prefill("p0"), sent=(10,), sent_since=(10,))
     assert chosen(snapshot([busy, prefill("p1")], [decode("d0")])) == ("p1", "d0")
 
 
@@ -80,9 +82,9 @@ def test_one_token_needs_no_decode_group() -> None:
 
 def test_request_that_no_pool_can_hold() -> None:
     with pytest.raises(InvalidRequest, match=r"needs room for 101 tokens, and the largest prefill pool \(p0 at p0:1\)"):
-        choose_pair(snapshot([prefill("p0")], [decode("d0")]), Size(101, 5), 0)
+        choose_pair(snapshot([prefill("p0")], [decode("d0")]), Size(101, 5), LEAST_LOADED, 0)
     with pytest.raises(InvalidRequest, match=r"needs room for 103 tokens, and the largest decode pool \(d0 at d0:1\)"):
-        choose_pair(snapshot([prefill("p0")], [decode("d0")]), Size(98, 5), 0)
+        choose_pair(snapshot([prefill("p0")], [decode("d0")]), Size(98, 5), LEAST_LOADED, 0)
 
 
 def test_pool_of_a_group_that_is_away_may_come_back() -> None:
@@ -90,18 +92,18 @@ def test_pool_of_a_group_that_is_away_may_come_back() -> None:
     with pytest.raises(
         PeerUnavailable, match="p0 at p0:1: smaller than 150 tokens; p1 at p1:1: unreachable: connection"
     ):
-        choose_pair(snapshot([prefill("p0"), away], [decode("d0", capacity=200)]), Size(150, 5), 0)
+        choose_pair(snapshot([prefill("p0"), away], [decode("d0", capacity=200)]), Size(150, 5), LEAST_LOADED, 0)
 
 
 def test_nothing_to_choose_from() -> None:
     with pytest.raises(PeerUnavailable, match="lists no decode group"):
-        choose_pair(snapshot([prefill("p0")], []), SIZE, 0)
+        choose_pair(snapshot([prefill("p0")], []), SIZE, LEAST_LOADED, 0)
 
 
 def test_no_pair_fits_together() -> None:
     it = snapshot([prefill("p0")], [decode("d0", key_size=32)])
     with pytest.raises(GeometryMismatch, match="p0 at p0:1 and decode d0 at d0:1 .*key_size is 8 in prefill and 32"):
-        choose_pair(it, SIZE, 0)
+        choose_pair(it, SIZE, LEAST_LOADED, 0)
     assert set(mismatches(it)) == {("p0", "d0")}
     assert set(unpaired(it)) == {"p0", "d0"}
 
@@ -109,3 +111,60 @@ def test_no_pair_fits_together() -> None:
 def test_group_with_one_partner_is_not_unpaired() -> None:
     it = snapshot([prefill("p0")], [decode("d0", key_size=32), decode("d1")])
     assert set(unpaired(it)) == {"d0"}
+
+
+def test_what_was_sent_counts_once_whether_or_not_the_group_has_said_so() -> None:
+    # It reports two requests, of which this router sent one; another was sent since.
+    group = dataclasses.replace(prefill("p0", running=2, free=60), sent=(30, 20), sent_since=(20,))
+    assert group.description is not None
+    group.description.backlog_tokens = 40
+    known = as_prefill(group, SIZE)
+    assert (known.requests, known.tokens_ahead, known.free_tokens) == (3, 60, 40)
+    assert (known.seconds_ahead, known.own_seconds) == (None, None)
+    # It lost track of this router's two.
+    group.description.running_requests = group.description.backlog_tokens = 0
+    known = as_prefill(group, SIZE)
+    assert (known.requests, known.tokens_ahead) == (2, 50)
+    node = dataclasses.replace(decode("d0", active=1, free=70), sent=(30, 20), sent_since=(20,))
+    known = as_decode(node)
+    assert (known.requests, known.tokens_ahead, known.free_tokens) == (2, 50, 50)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 64, 100])
+def test_predicted_seconds_are_those_of_the_chunks(num_tokens: int) -> None:
+    costs = [
+        common_pb2.StageCost(base=0.5, per_prefix_token=0.01, per_token=0.1, per_pair=0.002),
+        common_pb2.StageCost(base=0.25, per_prefix_token=0.02, per_token=0.05, per_pair=0.003),
+    ]
+    group = prefill_pb2.DescribePrefillResponse(chunk_tokens=8, costs=costs)
+    stages = []
+    for cost in costs:
+        chunks = []
+        for start in range(0, num_tokens, 8):
+            count = min(8, num_tokens - start)
+            pairs = 2 * start * count + count * count
+            chunks.append(cost.base + cost.per_prefix_token * start + cost.per_token * count + cost.per_pair * pairs)
+        stages.append(chunks)
+    expected = max(sum(chunks) for chunks in stages) + max(chunks[-1] for chunks in stages)
+    assert prefill_seconds(group, num_tokens) == pytest.approx(expected)
+
+
+def test_predicted_ttft_takes_the_faster_group_until_its_queue_is_longer() -> None:
+    def group(name: str, per_token: float, backlog: float, sent_since: tuple[int, ...] = ()) -> PrefillGroup:
+        it = prefill(name)
+        assert it.description is not None
+        it.description.chunk_tokens = 10
+        it.description.costs.add(per_token=per_token)
+        it.description.backlog_seconds = backlog
+        return dataclasses.replace(it, sent=sent_since, sent_since=sent_since)
+
+    policies = Policies(POLICIES["predicted_ttft"], POLICIES["least_loaded"])
+
+    def chosen(*groups: PrefillGroup) -> str:
+        return choose_pair(snapshot(list(groups), [decode("d0")]), SIZE, policies, 0).prefill.name
+
+    assert chosen(group("slow", 0.2, 0.0), group("fast", 0.1, 0.0)) == "fast"
+    assert chosen(group("slow", 0.2, 0.0), group("fast", 0.1, 0.9)) == "fast"
+    assert chosen(group("slow", 0.2, 0.0), group("fast", 0.1, 1.1)) == "slow"
+    # Ten tokens that it cannot have told of take it a second.
+    assert chosen(group("slow", 0.2, 0.0), group("fast", 0.1, 0.1, sent_since=(10,))) == "slow"

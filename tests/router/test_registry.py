@@ -25,11 +25,22 @@ CLUSTER = parse_cluster("""
 """)
 
 
+class Clock:
+    """Stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Scripted:
     """One prefill group; `answer` is what it says next, None when it is not there."""
 
     def __init__(self) -> None:
         self.answer: prefill_pb2.DescribePrefillResponse | None = None
+        self.answered = 0
 
     def says(self, epoch: str, *, serving: bool = True) -> None:
         self.answer = prefill_pb2.DescribePrefillResponse(
@@ -39,6 +50,7 @@ class Scripted:
     async def describe_prefill(self, name: str) -> prefill_pb2.DescribePrefillResponse:
         if self.answer is None:
             raise PeerUnavailable(f"{name}: connection refused")
+        self.answered += 1
         return self.answer
 
     async def describe_decode(self, name: str) -> decode_pb2.DescribeDecodeResponse:
@@ -46,9 +58,11 @@ class Scripted:
 
 
 @contextlib.asynccontextmanager
-async def running(group: Scripted) -> AsyncIterator[tuple[Registry, asyncio.Queue[Snapshot]]]:
+async def running(
+    group: Scripted, clock: Clock | None = None
+) -> AsyncIterator[tuple[Registry, asyncio.Queue[Snapshot]]]:
     changes: asyncio.Queue[Snapshot] = asyncio.Queue()
-    registry = Registry(CLUSTER, group, "tokenizer", changes.put)
+    registry = Registry(CLUSTER, group, "tokenizer", changes.put, clock or Clock())
     async with asyncio.timeout(PATIENCE_SECONDS):
         await registry.start()
         yield registry, changes
@@ -89,12 +103,24 @@ def test_every_change_is_seen_and_told() -> None:
 
 def test_snapshot_does_not_change_and_counts_what_was_sent() -> None:
     async def run() -> None:
-        group = Scripted()
+        group, clock = Scripted(), Clock()
         group.says("a")
-        async with running(group) as (registry, _):
+        async with running(group, clock) as (registry, _):
             before = registry.snapshot()
-            with registry.dispatched("p0"), registry.dispatched("p0"):
-                assert registry.snapshot().prefill[0].in_flight == 2
-            assert registry.snapshot().prefill[0].in_flight == before.prefill[0].in_flight == 0
+            with registry.dispatched("p0", 30), registry.dispatched("p0", 20) as computed:
+                (it,) = registry.snapshot().prefill
+                assert (it.sent, it.sent_since) == ((30, 20), (30, 20))
+                # A description that was asked for later counts them itself.
+                clock.now = 1.0
+                described = group.answered
+                registry.refresh("p0")
+                while group.answered == described or registry.snapshot().prefill[0].sent_since:
+                    await asyncio.sleep(0)
+                (it,) = registry.snapshot().prefill
+                assert (it.sent, it.sent_since) == ((30, 20), ())
+                computed()
+                computed()
+                assert registry.snapshot().prefill[0].sent == (30,)
+            assert registry.snapshot().prefill[0].sent == before.prefill[0].sent == ()
 
     asyncio.run(run())

@@ -292,7 +292,9 @@ class DescribePrefillResponse(_message.Message):
     METRICS_ADDRESSES_FIELD_NUMBER: _builtins.int
     CHUNK_POLICY_FIELD_NUMBER: _builtins.int
     COSTS_FIELD_NUMBER: _builtins.int
+    BACKLOG_TOKENS_FIELD_NUMBER: _builtins.int
     BACKLOG_SECONDS_FIELD_NUMBER: _builtins.int
+    TRANSFER_SECONDS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     epoch: _builtins.str
     serving: _builtins.bool
@@ -308,8 +310,11 @@ class DescribePrefillResponse(_message.Message):
     transport: _builtins.str
     chunk_policy: _builtins.str
     """"fixed", "dynamic" or "optimal"."""
+    backlog_tokens: _builtins.int
+    """What of queued and running requests is not planned yet, and what it will take by those costs."""
     backlog_seconds: _builtins.float
-    """What queued and running requests will still take, by those costs."""
+    transfer_seconds: _builtins.float
+    """From when a box of KV is begun until it is acknowledged, lately; 0 before any was."""
     @_builtins.property
     def geometry(self) -> _common_pb2.Geometry: ...
     @_builtins.property
@@ -342,11 +347,13 @@ class DescribePrefillResponse(_message.Message):
         metrics_addresses: _abc.Iterable[_builtins.str] | None = ...,
         chunk_policy: _builtins.str = ...,
         costs: _abc.Iterable[_common_pb2.StageCost] | None = ...,
+        backlog_tokens: _builtins.int = ...,
         backlog_seconds: _builtins.float = ...,
+        transfer_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_seconds", b"backlog_seconds", "capacity_tokens", b"capacity_tokens", "chunk_policy", b"chunk_policy", "chunk_tokens", b"chunk_tokens", "costs", b"costs", "detail", b"detail", "epoch", b"epoch", "free_tokens", b"free_tokens", "geometry", b"geometry", "layer_boundaries", b"layer_boundaries", "metrics_addresses", b"metrics_addresses", "name", b"name", "pp", b"pp", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "serving", b"serving", "tp", b"tp", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_seconds", b"backlog_seconds", "backlog_tokens", b"backlog_tokens", "capacity_tokens", b"capacity_tokens", "chunk_policy", b"chunk_policy", "chunk_tokens", b"chunk_tokens", "costs", b"costs", "detail", b"detail", "epoch", b"epoch", "free_tokens", b"free_tokens", "geometry", b"geometry", "layer_boundaries", b"layer_boundaries", "metrics_addresses", b"metrics_addresses", "name", b"name", "pp", b"pp", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "serving", b"serving", "tp", b"tp", "transfer_seconds", b"transfer_seconds", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

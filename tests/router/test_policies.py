@@ -1,0 +1,79 @@
+"""Policies by table and by property."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.policies import Candidate
+from router.policies.least_loaded import load
+from router.policies.named import POLICIES
+
+SECONDS = st.none() | st.floats(0, 100)
+CANDIDATES = st.lists(
+    st.builds(Candidate, st.integers(0, 9), st.integers(0, 99), st.integers(-9, 99), SECONDS, SECONDS),
+    min_size=1,
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@given(candidates=CANDIDATES, turn=st.integers(0, 2**33))
+def test_a_choice_is_one_of_the_candidates_and_the_same_every_time(
+    name: str, candidates: list[Candidate], turn: int
+) -> None:
+    chosen = POLICIES[name](candidates, turn)
+    assert 0 <= chosen < len(candidates)
+    assert POLICIES[name](candidates, turn) == chosen
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"power_of_two"}))
+def test_equals_take_turns(name: str) -> None:
+    equals = [Candidate(1, 10, 5, 1.0, 2.0)] * 3
+    assert [POLICIES[name](equals, turn) for turn in range(6)] == [0, 1, 2, 0, 1, 2]
+
+
+@given(candidates=CANDIDATES, turn=st.integers(0, 2**33))
+def test_nobody_is_less_loaded_than_the_least_loaded(candidates: list[Candidate], turn: int) -> None:
+    chosen = POLICIES["least_loaded"](candidates, turn)
+    assert load(candidates[chosen]) == min(load(candidate) for candidate in candidates)
+
+
+def test_the_order_of_load_is_requests_then_tokens_ahead_then_room() -> None:
+    choose = POLICIES["least_loaded"]
+    assert choose([Candidate(2, 0, 99), Candidate(1, 50, 0)], 0) == 1
+    assert choose([Candidate(1, 9, 99), Candidate(1, 8, 0)], 0) == 1
+    assert choose([Candidate(1, 8, 10), Candidate(1, 8, 11)], 0) == 1
+
+
+@given(candidates=CANDIDATES.filter(lambda them: len(them) > 1), turn=st.integers(0, 2**33))
+def test_of_two_that_are_drawn_the_less_loaded_is_taken(candidates: list[Candidate], turn: int) -> None:
+    chosen = load(candidates[POLICIES["power_of_two"](candidates, turn)])
+    assert any(chosen <= load(candidate) for candidate in candidates if candidate is not chosen)
+    assert chosen < max(load(candidate) for candidate in candidates) or len({load(c) for c in candidates}) < len(
+        candidates
+    )
+
+
+def test_draws_reach_everybody_about_as_often() -> None:
+    equals = [Candidate(1, 1, 1)] * 4
+    drawn = collections.Counter(POLICIES["power_of_two"](equals, turn) for turn in range(4000))
+    assert set(drawn) == {0, 1, 2, 3}
+    assert min(drawn.values()) > 800
+
+
+@given(candidates=CANDIDATES, turn=st.integers(0, 2**33))
+def test_predicted_ttft_is_least_or_load_decides(candidates: list[Candidate], turn: int) -> None:
+    chosen = POLICIES["predicted_ttft"](candidates, turn)
+    known = [
+        candidate.seconds_ahead + candidate.own_seconds
+        for candidate in candidates
+        if candidate.seconds_ahead is not None and candidate.own_seconds is not None
+    ]
+    if len(known) == len(candidates):
+        assert known[chosen] == min(known)
+    else:
+        assert chosen == POLICIES["least_loaded"](candidates, turn)

@@ -12,19 +12,45 @@ import time
 import uuid
 
 from headwater.cluster import Deadlines
-from headwater.errors import HeadwaterError, PeerError
-from headwater.lifecycle import Event, get_logger
+from headwater.errors import CapacityError, HeadwaterError, PeerError
+from headwater.lifecycle import Event, Logger, get_logger
 from headwater.v1 import router_pb2
 from router import metrics
 from router.answer import Answer, ClientStream
 from router.legs import Groups, Legs, Peers
 from router.pairing import Pair, Policies, Size, choose_pair
-from router.request import ServedModel, prepare
+from router.request import Job, ServedModel, prepare
 from router.snapshot import Snapshot
 from router.text_stream import TextStream
 from router.ttft import Timeline
 
 _log = get_logger(__name__)
+
+
+# Tries of one request; the first included.
+_MOST_TRIES = 3
+# Of retries: at once, and for each request.
+_LARGEST_BUDGET, _EARNED = 10.0, 0.1
+
+
+class RetryBudget:
+    """What may be tried again: so many requests at once, and a tenth of all. When much fails, trying all of it again
+    would be a load of its own.
+    """
+
+    def __init__(self) -> None:
+        self._left = _LARGEST_BUDGET
+
+    def earn(self) -> None:
+        """A request has come."""
+        self._left = min(_LARGEST_BUDGET, self._left + _EARNED)
+
+    def spend(self) -> bool:
+        """Whether a request may be tried again."""
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
 
 
 class Flow:
@@ -38,6 +64,7 @@ class Flow:
         self._peers = peers
         self._deadlines = deadlines
         self._policies = policies
+        self._budget = RetryBudget()
         # Each router counts from elsewhere, so that routers do not do the same at the same time.
         self._turns = itertools.count(secrets.randbits(32))
 
@@ -49,32 +76,17 @@ class Flow:
         """
         timeline = Timeline(received=time.monotonic())
         request_id = request.request_id or uuid.uuid4().hex
-        transfer_id = uuid.uuid4().hex
-        log = _log.bind(request=request_id, transfer=transfer_id)
+        log = _log.bind(request=request_id)
         log.event(Event.RECEIVED)
         answer: Answer | None = None
-        pair: Pair | None = None
         with metrics.IN_FLIGHT.track_inprogress():
             try:
                 job = await prepare(request, request_id, self._model)
                 timeline.tokenized = time.monotonic()
                 log.event(Event.TOKENIZED, num_prompt_tokens=job.num_tokens)
-                size = Size(job.num_tokens, job.stop.max_tokens)
-                pair = self._choose(self._groups.snapshot(), size)
                 stream = TextStream(self._model.text.tokenizer, job.stop.stop)
                 answer = Answer(client, job, stream, timeline, log)
-                await Legs(
-                    self._peers,
-                    self._groups,
-                    self._deadlines,
-                    self._choose,
-                    pair,
-                    job,
-                    transfer_id,
-                    answer,
-                    timeline,
-                    log,
-                ).run()
+                await self._try(job, answer, timeline, log)
             except asyncio.CancelledError:
                 if answer is None or not answer.finished:
                     metrics.REQUESTS.labels("cancelled").inc()
@@ -83,14 +95,49 @@ class Flow:
             except HeadwaterError as error:
                 metrics.REQUESTS.labels(type(error).__name__).inc()
                 log.event(Event.FAILED, error=type(error).__name__, message=str(error))
-                if isinstance(error, PeerError) and pair is not None:
-                    self._refresh(pair)
                 raise
+
+    async def _try(self, job: Job, answer: Answer, timeline: Timeline, log: Logger) -> None:
+        """On one pair after the other, as long as the client has no token: each time a new transfer, without the groups
+        that have failed.
+        """
+        size = Size(job.num_tokens, job.stop.max_tokens)
+        self._budget.earn()
+        lost: set[str] = set()
+        failure: HeadwaterError | None = None
+        for number in range(1, _MOST_TRIES + 1):
+            try:
+                pair = self._choose(self._groups.snapshot().without(lost), size)
+            except HeadwaterError:
+                if failure is not None:
+                    # Nobody is left; what is said is why somebody else was needed.
+                    raise failure from None
+                raise
+            transfer_id = uuid.uuid4().hex
+            legs = Legs(
+                self._peers,
+                self._groups,
+                self._deadlines,
+                self._choose,
+                pair,
+                job,
+                job.request_id if number == 1 else f"{job.request_id}~{number}",
+                transfer_id,
+                answer,
+                timeline,
+                log.bind(transfer=transfer_id),
+            )
+            try:
+                await legs.run()
+            except (PeerError, CapacityError) as error:
+                if answer.has_first_token or not legs.lost or number == _MOST_TRIES or not self._budget.spend():
+                    raise
+                failure = error
+                lost |= legs.lost
+                metrics.RETRIES.inc()
+                log.event(Event.RETRIED, without=sorted(lost), error=str(error))
+            else:
+                return
 
     def _choose(self, snapshot: Snapshot, size: Size) -> Pair:
         return choose_pair(snapshot, size, self._policies, next(self._turns))
-
-    def _refresh(self, pair: Pair) -> None:
-        for group in (pair.prefill, pair.decode):
-            if group is not None:
-                self._groups.refresh(group.name)

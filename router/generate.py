@@ -122,7 +122,9 @@ class _Bar:
         self._progress.stop()
 
     def begin(self, accepted: router_pb2.Accepted) -> None:
-        self._progress.update(self._task, total=accepted.num_prompt_tokens, chunks=accepted.num_chunks)
+        self._progress.update(
+            self._task, total=accepted.num_prompt_tokens, chunks=accepted.num_chunks, completed=0, chunk=0
+        )
 
     def advance(self, done: router_pb2.Progress) -> None:
         chunk = self._progress.tasks[0].fields["chunk"] + 1

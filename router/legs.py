@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 
 from headwater.cluster import Deadlines
-from headwater.errors import DeadlinePassed, HeadwaterError, PeerError, PeerUnavailable, StalePeer
+from headwater.errors import CapacityError, DeadlinePassed, HeadwaterError, PeerError, PeerUnavailable, StalePeer
 from headwater.lifecycle import Event, Logger
 from headwater.v1 import common_pb2, decode_pb2, prefill_pb2, router_pb2
 from router import metrics
@@ -56,13 +56,20 @@ class Groups(Protocol):
 
     def snapshot(self) -> Snapshot: ...
 
-    def refresh(self, name: str) -> None: ...
+    def failed(self, name: str, error: HeadwaterError) -> None: ...
+
+    def succeeded(self, name: str) -> None: ...
 
     def dispatched(self, name: str, num_tokens: int) -> contextlib.AbstractContextManager[Callable[[], None]]: ...
 
 
 class Legs:
-    """Runs one request on one pair."""
+    """Runs one request on one pair.
+
+    Args:
+        choose: the pair for what is left of the groups.
+        request_id: by which the groups know this try of the request.
+    """
 
     def __init__(
         self,
@@ -72,6 +79,7 @@ class Legs:
         choose: Callable[[Snapshot, Size], Pair],
         pair: Pair,
         job: Job,
+        request_id: str,
         transfer_id: str,
         answer: Answer,
         timeline: Timeline,
@@ -84,6 +92,7 @@ class Legs:
         self._pair = pair
         self._job = job
         self._size = Size(job.num_tokens, job.stop.max_tokens)
+        self._request_id = request_id
         self._transfer_id = transfer_id
         self._answer = answer
         self._timeline = timeline
@@ -93,7 +102,7 @@ class Legs:
         # The group of each leg as it is now, and those that were lost.
         self._prefill_group = pair.prefill
         self._decode_group = pair.decode
-        self._lost: set[str] = set()
+        self.lost: set[str] = set()
         # Prefill has been asked for, and has not completed.
         self._prefilling = False
         # One change of groups at a time.
@@ -139,8 +148,11 @@ class Legs:
             group = self._prefill_group
             try:
                 return await self._prefill(group, grant)
-            except PeerError as error:
+            except (PeerError, CapacityError) as error:
                 self._note_lost(group, error)
+                if isinstance(error, CapacityError):
+                    # It has not begun, so there is nothing to go on from.
+                    raise
                 async with self._changing:
                     other = self._replacement()
                     if other is None:
@@ -163,15 +175,19 @@ class Legs:
             granted: takes the first grant.
         """
         async with contextlib.AsyncExitStack() as stack:
-            events, grant = await self._open_decode(stack, node, self._attempt)
+            try:
+                events, grant = await self._open_decode(stack, node, self._attempt)
+            except (PeerError, CapacityError) as error:
+                self._note_lost(node, error)
+                raise
             granted.set_result(grant)
             while True:
                 try:
                     return await self._decode(node, events)
                 except PeerError as error:
+                    self._note_lost(node, error)
                     if self._answer.is_committed or not self._prefilling:
                         raise
-                    self._note_lost(node, error)
                     async with self._changing:
                         other = self._replacement()
                         if other is None or other.decode is None:
@@ -189,7 +205,7 @@ class Legs:
     ) -> tuple[AsyncIterator[decode_pb2.DecodeResponse], common_pb2.Grant]:
         description = self._prefill_group.description
         request = decode_pb2.DecodeRequest(
-            request_id=self._job.request_id,
+            request_id=self._request_id,
             transfer_id=self._transfer_id,
             attempt=attempt,
             num_prompt_tokens=self._job.num_tokens,
@@ -211,7 +227,7 @@ class Legs:
         return grant
 
     async def _redirect(self, grant: common_pb2.Grant) -> None:
-        request = prefill_pb2.RedirectRequest(request_id=self._job.request_id, grant=grant)
+        request = prefill_pb2.RedirectRequest(request_id=self._request_id, grant=grant)
         await self._peers.redirect(self._prefill_group.name, request)
         self._attempt = grant.attempt
 
@@ -227,10 +243,10 @@ class Legs:
             except PeerError as error:
                 self._log.warning("the KV could not be sent to the same decode node again", error=str(error))
 
-    def _note_lost(self, group: PrefillGroup | DecodeGroup, error: PeerError) -> None:
-        self._log.warning("a group was lost", group=group.name, error=str(error))
-        self._lost.add(group.name)
-        self._groups.refresh(group.name)
+    def _note_lost(self, group: PrefillGroup | DecodeGroup, error: PeerError | CapacityError) -> None:
+        self._log.warning("a group does not do its part", group=group.name, error=str(error))
+        self.lost.add(group.name)
+        self._groups.failed(group.name, error)
 
     def _replacement(self) -> Pair | None:
         """The pair with the lost group replaced; None when nobody can take its place."""
@@ -242,7 +258,7 @@ class Legs:
             """Whether a group may be in the pair: the one that is still there, or any but the lost ones."""
             assert group is not None
             assert now is not None
-            return group.name not in self._lost if now.name in self._lost else group.name == now.name
+            return group.name not in self.lost if now.name in self.lost else group.name == now.name
 
         rest = dataclasses.replace(
             snapshot,
@@ -278,7 +294,7 @@ class Legs:
     async def _prefill(self, group: PrefillGroup, grant: common_pb2.Grant | None) -> None:
         """One group's prefill. Without a grant it gives the whole answer, one token."""
         request = prefill_pb2.PrefillRequest(
-            request_id=self._job.request_id, tokens=self._job.tokens, sampling=self._job.sampling, grant=grant
+            request_id=self._request_id, tokens=self._job.tokens, sampling=self._job.sampling, grant=grant
         )
         metrics.PROMPT_TOKENS.inc(self._job.num_tokens)
         completed = False
@@ -304,6 +320,7 @@ class Legs:
                         case "completed":
                             completed = True
                             self._prefilling = False
+                            self._groups.succeeded(group.name)
         if not (completed and self._answer.has_first_token):
             raise PeerUnavailable(f"prefill {group} ended its stream before it was done; see its log.")
 
@@ -313,6 +330,7 @@ class Legs:
             match event.WhichOneof("event"):
                 case "committed":
                     self._answer.committed()
+                    self._groups.succeeded(group.name)
                 case "token":
                     await self._answer.token(event.token.token_id)
                 case "finished":

@@ -18,6 +18,7 @@ TTFT_PART_SECONDS = Histogram(
 REQUESTS = Counter(
     "headwater_requests", "Requests by outcome: a finish reason, cancelled, or the class of the error.", ["outcome"]
 )
+RETRIES = Counter("headwater_retries", "Requests that were started anew on other groups.")
 IN_FLIGHT = Gauge("headwater_requests_in_flight", "Requests that were received and have not ended.")
 PROMPT_TOKENS = Counter("headwater_prompt_tokens", "Tokens of the prompts that were sent to a prefill group.")
 GENERATED_TOKENS = Counter("headwater_generated_tokens", "Tokens sent to clients.")

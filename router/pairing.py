@@ -82,7 +82,7 @@ def choose_pair(snapshot: Snapshot, size: Size, policies: Policies, turn: int) -
 
 
 def candidates(role: str, groups: Sequence[_AnyGroup], num_tokens: int) -> list[_AnyGroup]:
-    """The serving groups whose pool can hold `num_tokens`.
+    """The serving groups whose pool can hold `num_tokens`, without those that have failed lately.
 
     Raises:
         InvalidRequest: no group that ever answered has such a pool.
@@ -100,7 +100,8 @@ def candidates(role: str, groups: Sequence[_AnyGroup], num_tokens: int) -> list[
     found = [group for capacity, group in capacities if group.serving and capacity >= num_tokens]
     if not found:
         raise PeerUnavailable(_why_none(role, groups, num_tokens))
-    return found
+    # When no breaker lets a request through, refusing it would only make a likely failure a certain one.
+    return [group for group in found if group.admits] or found
 
 
 def _why_none(role: str, groups: Sequence[PrefillGroup | DecodeGroup], num_tokens: int) -> str:

@@ -12,9 +12,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from headwater.cluster import Cluster
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, PeerError
 from headwater.lifecycle import get_logger
 from headwater.v1 import decode_pb2, prefill_pb2
+from router.breaker import Breaker
 from router.compatibility import mismatches
 from router.snapshot import Group, Snapshot, State
 
@@ -44,6 +45,7 @@ class _Member(Generic[_Description]):
         self.description: _Description | None = None
         # Tokens and time of dispatch of what is the group's to do.
         self.sent: dict[object, tuple[int, float]] = {}
+        self.breaker = Breaker(clock)
         # When the newest description was asked for.
         self.described_at = 0.0
         self.wanted = asyncio.Event()
@@ -61,6 +63,9 @@ class _Member(Generic[_Description]):
         else:
             self.state = State.SERVING if answer.serving else State.NOT_SERVING
             self.detail = "" if answer.serving else answer.detail or "it gives no reason"
+            if self.description is None or self.description.epoch != answer.epoch:
+                # Nothing that an earlier incarnation did counts against this one.
+                self.breaker = Breaker(self._clock)
             self.description, self.described_at = answer, asked_at
         return before != (self.state, self.detail, self.description.epoch if self.description else "")
 
@@ -73,6 +78,8 @@ class _Member(Generic[_Description]):
             self.description,
             tuple(num_tokens for num_tokens, _ in self.sent.values()),
             tuple(num_tokens for num_tokens, at in self.sent.values() if at >= self.described_at),
+            self.breaker.state,
+            self.breaker.admits,
         )
 
 
@@ -126,8 +133,18 @@ class Registry:
         )
 
     def refresh(self, name: str) -> None:
-        """Has the group asked at once, because something about it went wrong. Does not wait for the answer."""
+        """Has the group asked at once. Does not wait for the answer."""
         self._members[name].wanted.set()
+
+    def failed(self, name: str, error: HeadwaterError) -> None:
+        """A request ended with `error`, which the group raised or is."""
+        self._members[name].breaker.failed(error)
+        if isinstance(error, PeerError):
+            self.refresh(name)
+
+    def succeeded(self, name: str) -> None:
+        """The group has done its part of a request."""
+        self._members[name].breaker.succeeded()
 
     @contextlib.contextmanager
     def dispatched(self, name: str, num_tokens: int) -> Iterator[Callable[[], None]]:
@@ -136,6 +153,7 @@ class Registry:
         Yields:
             What ends that earlier.
         """
+        self._members[name].breaker.begin()
         sent, key = self._members[name].sent, object()
         sent[key] = num_tokens, self._clock()
         try:

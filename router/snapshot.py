@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Collection
 from typing import Generic, TypeAlias, TypeVar
 
 from headwater.v1 import decode_pb2, prefill_pb2
+from router.breaker import BreakerState
 
 _Description = TypeVar("_Description", bound=prefill_pb2.DescribePrefillResponse | decode_pb2.DescribeDecodeResponse)
 
@@ -35,6 +37,9 @@ class Group(Generic[_Description]):
     sent: tuple[int, ...] = ()
     # Of those, the ones that the description cannot count yet.
     sent_since: tuple[int, ...] = ()
+    # Of this router's breaker for it, and whether that lets a request through.
+    breaker: BreakerState = BreakerState.CLOSED
+    admits: bool = True
 
     def __str__(self) -> str:
         return f"{self.name} at {self.address}"
@@ -56,3 +61,13 @@ class Snapshot:
     decode: tuple[DecodeGroup, ...]
     # Of the tokenizer that the router uses.
     tokenizer_fingerprint: str
+
+    def without(self, names: Collection[str]) -> Snapshot:
+        """The other groups. With no names, all."""
+        if not names:
+            return self
+        return dataclasses.replace(
+            self,
+            prefill=tuple(group for group in self.prefill if group.name not in names),
+            decode=tuple(group for group in self.decode if group.name not in names),
+        )

@@ -26,6 +26,7 @@ class Event(enum.StrEnum):
     GRANTED = "granted"  # decode: admitted, grant sent
     PAIRED = "paired"  # router: has the grant
     RESUMED = "resumed"  # router: another group goes on where one was lost
+    RETRIED = "retried"  # router: starts anew on other groups
     QUEUED = "queued"  # leader: accepted
     SCHEDULED = "scheduled"  # leader: first step sent to the workers
     CHUNK_STARTED = "chunk_started"  # worker: computing [start, end)

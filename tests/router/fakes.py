@@ -256,6 +256,46 @@ class Rig:
             return [response async for response in responses]
 
 
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A router over several fake groups of each role."""
+
+    client: Client
+    prefill: list[FakePrefill]
+    decode: list[FakeDecode]
+
+    async def answer(self, request: router_pb2.GenerateRequest) -> list[router_pb2.GenerateResponse]:
+        async with contextlib.aclosing(self.client.generate(request)) as responses:
+            return [response async for response in responses]
+
+
+@contextlib.asynccontextmanager
+async def site(answer: list[int], num_groups: int, router_section: str = "") -> AsyncIterator[Site]:
+    """`num_groups` prefill groups p0, p1, … and decode groups d0, d1, …, which answer with `answer`."""
+    async with contextlib.AsyncExitStack() as stack:
+        prefill = [FakePrefill(answer) for _ in range(num_groups)]
+        # Whichever prefill group has delivered.
+        decode = [FakeDecode(prefill[0], common_pb2.FINISH_REASON_LENGTH) for _ in range(num_groups)]
+        file = f'[model]\npath = "unused"\n[router]\naddress = "127.0.0.1:0"\n{router_section}\n'
+        for number, (one, other) in enumerate(zip(prefill, decode, strict=True)):
+            one.delivered = prefill[0].delivered
+            for role, letter, fake, add in (
+                ("prefill", "p", one, prefill_pb2_grpc.add_PrefillServiceServicer_to_server),
+                ("decode", "d", other, decode_pb2_grpc.add_DecodeServiceServicer_to_server),
+            ):
+                server = Server("127.0.0.1:0", [])
+                add(fake, server.grpc_server)
+                await server.start()
+                stack.push_async_callback(server.stop, 0)
+                file += f'[[{role}]]\nname = "{letter}{number}"\naddress = "{server.address}"\n'
+        cluster = parse_cluster(file + "[deadlines]\nheartbeat = 0.05\n")
+        await stack.enter_async_context(asyncio.timeout(PATIENCE_SECONDS))
+        address = await stack.enter_async_context(running_router(cluster, tiny_model()))
+        client = await stack.enter_async_context(Client(address))
+        yield Site(client, prefill, decode)
+    assert router_tasks() == []
+
+
 def router_tasks() -> list[asyncio.Task[object]]:
     """Tasks of this loop whose coroutine is defined in the `router` package."""
     package = str(Path(router.__file__).parent)

@@ -11,12 +11,19 @@ T = TypeVar("T")
 
 
 async def to_its_end(work: asyncio.Future[T]) -> T:
-    """Awaits `work`; when cancelled meanwhile, lets it end first."""
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait({work})
-        raise
+    """Awaits `work`; when cancelled meanwhile, however often, lets it end first.
+
+    gRPC cancels a call when its client leaves, and once more when the server stops.
+    """
+    interrupted: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait({work})
+        except asyncio.CancelledError as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
+    return work.result()
 
 
 async def say(call: Any, message: Any, peer: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from headwater.cluster import Cluster, Prefill
 from headwater.errors import HeadwaterError, InvalidRequest, PeerUnavailable, UnsupportedModel
 from headwater.lifecycle import get_logger
 from headwater.rpc import Server
+from headwater.stopping import Stopping
 from headwater.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from kv_transfer.geometry import geometry_of
 from kv_transfer.metrics_server import MetricsServer
@@ -130,6 +130,8 @@ class Group:
         self._folder = folder
         self._address = address
         self._metrics = metrics
+        # No new requests are taken.
+        self.draining = False
         # Of the stages' layers, when they were measured on this machine.
         self._boundaries: list[int] | None = None
         self._renew()
@@ -278,7 +280,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     def Prefill(  # noqa: N802 - gRPC's name
         self, request: prefill_pb2.PrefillRequest, context: object
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        if self._group.draining:
+            raise PeerUnavailable("the prefill group is draining: it takes no new requests; use another one.")
         return self._group.leader.prefill(request)
+
+    async def DrainPrefill(  # noqa: N802 - gRPC's name
+        self, request: prefill_pb2.DrainPrefillRequest, context: object
+    ) -> prefill_pb2.DrainPrefillResponse:
+        log.info("draining" if request.draining else "taking requests again")
+        self._group.draining = request.draining
+        return prefill_pb2.DrainPrefillResponse()
 
     async def Redirect(  # noqa: N802 - gRPC's name
         self, request: prefill_pb2.RedirectRequest, context: object
@@ -307,8 +318,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         return prefill_pb2.DescribePrefillResponse(
             name=config.group,
             epoch=config.epoch,
-            serving=not leader.not_serving,
-            detail=leader.not_serving,
+            serving=not leader.not_serving and not group.draining,
+            detail=leader.not_serving or ("draining" if group.draining else ""),
+            draining=group.draining,
             geometry=config.geometry,
             pp=config.pp,
             tp=config.tp,
@@ -361,9 +373,8 @@ async def serve(cluster: Cluster, name: str) -> int:
     server = Server(section.address, ["headwater.v1.PrefillService", "headwater.v1.WorkerService"])
     exporter = MetricsServer(section.address.rpartition(":")[0], section.metrics_port)
     group = Group(cluster, section, folder, server.address, exporter.address)
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stopping = Stopping()
+    stop = stopping.asked
     try:
         servicer = PrefillServicer(group, exporter.address)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server.grpc_server)
@@ -377,6 +388,10 @@ async def serve(cluster: Cluster, name: str) -> int:
                 break
             await server.set_serving(serving=False)
             up = await _first(group.restart(), stop)
+        if up:
+            group.draining = True
+            await server.set_serving(serving=False)
+            await stopping.drain(group.leader.idle.wait(), cluster.deadlines.drain)
     finally:
         await group.stop()
         await server.stop(cluster.deadlines.stop)

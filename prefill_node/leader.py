@@ -14,6 +14,7 @@ import numpy as np
 
 from headwater.cluster import Deadlines
 from headwater.errors import (
+    CapacityError,
     DeadlinePassed,
     HeadwaterError,
     InvalidRequest,
@@ -83,6 +84,9 @@ class Leader:
         self._geometry = geometry
         self._deadlines = deadlines
         self._callers: dict[str, _Caller] = {}
+        # Set when there is no request, whether or not its caller has left.
+        self.idle = asyncio.Event()
+        self.idle.set()
         # Of a box of KV, lately.
         self.transfer_seconds = 0.0
         self._links: WorkerLinks | None = None
@@ -128,7 +132,14 @@ class Leader:
             grant=request.grant if request.HasField("grant") else None,
             priority=request.priority,
         )
-        self.scheduler.submit(accepted)
+        try:
+            self.scheduler.submit(accepted)
+        except CapacityError as error:
+            # When the next of those that wait has gone, about.
+            waiting = self.scheduler.num_queued + self.scheduler.num_running
+            error.retry_after_seconds = max(1.0, self.scheduler.backlog_seconds / waiting)
+            raise
+        self.idle.clear()
         caller = _Caller(accepted, time.monotonic())
         self._callers[accepted.request_id] = caller
         self.history.begin(accepted.request_id, caller.queued_at)
@@ -360,6 +371,7 @@ class Leader:
                 )
             caller.events.put_nowait(None)
         self._advance()
+        self._note_idle()
 
     def _leave(self, caller: _Caller) -> None:
         """The caller is gone: answered, or cancelled while the request still runs."""
@@ -377,6 +389,11 @@ class Leader:
             metrics.REQUESTS.labels("aborted").inc()
         else:
             metrics.REQUESTS.labels("completed").inc()
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._callers and not self.scheduler.num_running:
+            self.idle.set()
 
     def _cancel(self, request_id: str) -> bool:
         """Ends a request on every rank. False when there was nothing left to end."""

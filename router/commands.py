@@ -1,17 +1,19 @@
-"""The subcommands of this package: `router serve`, `up`, `check`, `generate` and `status`."""
+"""The subcommands of this package: running, checking and asking a cluster. What each does: `headwater --help`."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwater.cluster import load_cluster
+from headwater.client import Client, prompt_request
+from headwater.cluster import Cluster, load_cluster
 from headwater.errors import InvalidRequest
 from headwater.lifecycle import configure_logging
-from headwater.v1 import common_pb2, router_pb2
+from headwater.v1 import router_pb2
 
 if TYPE_CHECKING:
     # argparse has no public name for what add_subparsers returns.
@@ -40,11 +42,8 @@ def add_commands(subparsers: Subparsers) -> None:
     check.set_defaults(run=_check)
 
     _add_generate(subparsers)
-
-    status = subparsers.add_parser("status", help="show the router's groups")
-    _add_router(status)
-    status.add_argument("--json", action="store_true", help="print one JSON object")
-    status.set_defaults(run=_status)
+    _add_operations(subparsers)
+    _add_files(subparsers)
 
 
 def _add_generate(subparsers: Subparsers) -> None:
@@ -59,9 +58,53 @@ def _add_generate(subparsers: Subparsers) -> None:
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="in (0, 1]; the default is 1")
     generate.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
     generate.add_argument("--stop", action="append", default=[], metavar="S", help="end before this text; repeatable")
+    generate.add_argument("--priority", type=int, default=0, metavar="N", help="higher goes first; the default is 0")
     generate.add_argument("--progress", action="store_true", help="show progress even when this is no terminal")
     generate.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing before")
     generate.set_defaults(run=_generate)
+
+
+def _add_operations(subparsers: Subparsers) -> None:
+    status = subparsers.add_parser("status", help="show the router's groups")
+    _add_router(status)
+    shown = status.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="print one JSON object")
+    shown.add_argument(
+        "--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="again and again, every second"
+    )
+    status.set_defaults(run=_status)
+
+    for name, draining, text in (
+        ("drain", True, "let a group end what it has, and give it nothing new"),
+        ("undrain", False, "give a group new requests again"),
+    ):
+        drain = subparsers.add_parser(name, help=text)
+        drain.add_argument("group", metavar="GROUP", help="its name in the cluster file")
+        _add_router(drain)
+        drain.set_defaults(run=_drain, draining=draining)
+
+    abort = subparsers.add_parser("abort", help="end a running request on all its groups")
+    abort.add_argument("request", metavar="REQUEST", help="its id, as `generate` and the logs show it")
+    _add_router(abort)
+    abort.set_defaults(run=_abort)
+
+
+def _add_files(subparsers: Subparsers) -> None:
+    init = subparsers.add_parser("init", help="write a commented cluster file to begin with")
+    init.add_argument("file", type=Path, metavar="FILE", help="where to; it must not exist")
+    init.add_argument("--model", default="/models/MODEL", metavar="DIR", help="folder of the model")
+    init.add_argument("--pp", type=int, default=2, metavar="N", help="stages of the prefill group (2)")
+    init.add_argument("--tp", type=int, default=1, metavar="N", help="ranks of a stage (1)")
+    init.set_defaults(run=_init)
+
+    config = subparsers.add_parser("config", help="about cluster files")
+    about = config.add_subparsers(required=True, metavar="COMMAND")
+    schema = about.add_parser("schema", help="print their JSON Schema, for editors")
+    schema.set_defaults(run=_schema)
+
+    completion = subparsers.add_parser("completion", help="print completion for a shell")
+    completion.add_argument("shell", choices=["bash", "zsh", "fish"])
+    completion.set_defaults(run=_completion)
 
 
 def _add_router(parser: argparse.ArgumentParser) -> None:
@@ -100,35 +143,62 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from router.client import Client  # noqa: PLC0415
-    from router.show import show_status  # noqa: PLC0415
+    from router.show import show_status, watch_status  # noqa: PLC0415
 
-    async def ask() -> router_pb2.StatusResponse:
-        async with Client(arguments.router) as client:
-            return await client.status()
+    with Client(arguments.router) as client:
+        if arguments.watch is not None:
+            watch_status(client.status, arguments.watch)
+        show_status(client.status(), as_json=arguments.json)
+    return 0
 
-    show_status(asyncio.run(ask()), as_json=arguments.json)
+
+def _drain(arguments: argparse.Namespace) -> int:
+    with Client(arguments.router) as client:
+        client.drain(arguments.group, draining=arguments.draining)
+    return 0
+
+
+def _abort(arguments: argparse.Namespace) -> int:
+    with Client(arguments.router) as client:
+        client.cancel(arguments.request)
+    return 0
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    from router.init import write_cluster_file  # noqa: PLC0415
+
+    write_cluster_file(arguments.file, arguments.model, arguments.pp, arguments.tp)
+    return 0
+
+
+def _schema(_: argparse.Namespace) -> int:
+    import msgspec  # noqa: PLC0415
+
+    sys.stdout.write(json.dumps(msgspec.json.schema(Cluster), indent=2) + "\n")
+    return 0
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    from argcomplete.shell_integration import shellcode  # noqa: PLC0415
+
+    sys.stdout.write(shellcode(["headwater"], shell=arguments.shell) + "\n")
     return 0
 
 
 def _request(arguments: argparse.Namespace) -> router_pb2.GenerateRequest:
-    request = router_pb2.GenerateRequest(stop=arguments.stop)
+    text = _prompt(arguments)
     try:
-        request.max_tokens = arguments.max_tokens
-        request.sampling.CopyFrom(
-            common_pb2.SamplingParams(
-                temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed or 0
-            )
+        return prompt_request(
+            [("user", text)] if arguments.chat else text,
+            arguments.max_tokens,
+            temperature=arguments.temperature,
+            top_p=arguments.top_p,
+            seed=arguments.seed,
+            stop=arguments.stop,
+            priority=arguments.priority,
         )
     except ValueError as error:
-        raise InvalidRequest(f"--max-tokens or --seed is out of range: {error}.") from error
-    request.has_seed = arguments.seed is not None
-    text = _prompt(arguments)
-    if arguments.chat:
-        request.chat.messages.add(role="user", content=text)
-    else:
-        request.text = text
-    return request
+        raise InvalidRequest(f"--max-tokens, --seed or --priority is out of range: {error}.") from error
 
 
 def _prompt(arguments: argparse.Namespace) -> str:

@@ -68,14 +68,13 @@ class Flow:
         # Each router counts from elsewhere, so that routers do not do the same at the same time.
         self._turns = itertools.count(secrets.randbits(32))
 
-    async def run(self, request: router_pb2.GenerateRequest, client: ClientStream) -> None:
+    async def run(self, request: router_pb2.GenerateRequest, request_id: str, client: ClientStream) -> None:
         """Answers one request. Cancelling ends both legs.
 
         Raises:
             HeadwaterError: it was refused or failed, and the answer is not complete.
         """
         timeline = Timeline(received=time.monotonic())
-        request_id = request.request_id or uuid.uuid4().hex
         log = _log.bind(request=request_id)
         log.event(Event.RECEIVED)
         answer: Answer | None = None

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from headwater.v1 import common_pb2, router_pb2
-from router.client import Client
+from headwater.client import Answer, AsyncClient
+from headwater.v1 import router_pb2
 from router.console import open_console
 from router.ttft import PARTS
 
@@ -34,68 +34,44 @@ async def run_generate(address: str, request: router_pb2.GenerateRequest, *, as_
         as_json: print one JSON object at the end instead.
         progress: show a bar over the prompt's tokens until the first token.
     """
-    result = _Result()
-    async with Client(address) as client, contextlib.aclosing(client.generate(request)) as responses:
+    answer = Answer()
+    async with AsyncClient(address) as client, contextlib.aclosing(client.generate(request)) as responses:
         with _Bar(shown=progress) as bar:
             async for response in responses:
                 match response.WhichOneof("event"):
                     case "accepted":
-                        result.accepted = response.accepted
                         bar.begin(response.accepted)
                     case "progress":
                         bar.advance(response.progress)
                     case "token":
                         bar.stop()
-                        result.add(response.token.id, response.token.text)
-                        _show(response.token.text, shown=not as_json)
-                    case "finished":
-                        result.add(None, response.finished.text)
-                        result.finished = response.finished
-                        _show(response.finished.text, shown=not as_json)
+                _show(answer.add(response), shown=not as_json)
     if as_json:
-        sys.stdout.write(json.dumps(result.as_dict(), ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps(_as_dict(answer), ensure_ascii=False) + "\n")
     else:
         sys.stdout.write("\n")
         sys.stdout.flush()
-        _show_summary(result)
+        _show_summary(answer)
     return 0
 
 
-class _Result:
-    """What came of a request."""
-
-    def __init__(self) -> None:
-        self.accepted = router_pb2.Accepted()
-        self.finished = router_pb2.Finished()
-        self.token_ids: list[int] = []
-        self.text = ""
-
-    def add(self, token_id: int | None, text: str) -> None:
-        if token_id is not None:
-            self.token_ids.append(token_id)
-        self.text += text
-
-    @property
-    def reason(self) -> str:
-        return common_pb2.FinishReason.Name(self.finished.reason).removeprefix("FINISH_REASON_").lower()
-
-    def as_dict(self) -> dict[str, Any]:
-        ttft = self.finished.ttft
-        return {
-            "request_id": self.accepted.request_id,
-            "transfer_id": self.accepted.transfer_id,
-            "prefill_group": self.accepted.prefill_group,
-            "decode_group": self.accepted.decode_group,
-            "seed": self.accepted.seed,
-            "num_prompt_tokens": self.finished.num_prompt_tokens,
-            "num_chunks": self.accepted.num_chunks,
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": self.reason,
-            "ttft_seconds": ttft.total,
-            "ttft_parts": {name: getattr(ttft, name) for name in PARTS},
-            "commit_after_first_token_seconds": self.finished.commit_after_first_token_seconds,
-        }
+def _as_dict(answer: Answer) -> dict[str, Any]:
+    ttft = answer.finished.ttft
+    return {
+        "request_id": answer.accepted.request_id,
+        "transfer_id": answer.accepted.transfer_id,
+        "prefill_group": answer.accepted.prefill_group,
+        "decode_group": answer.accepted.decode_group,
+        "seed": answer.accepted.seed,
+        "num_prompt_tokens": answer.finished.num_prompt_tokens,
+        "num_chunks": answer.accepted.num_chunks,
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.reason,
+        "ttft_seconds": ttft.total,
+        "ttft_parts": {name: getattr(ttft, name) for name in PARTS},
+        "commit_after_first_token_seconds": answer.finished.commit_after_first_token_seconds,
+    }
 
 
 class _Bar:
@@ -140,8 +116,8 @@ def _show(text: str, *, shown: bool) -> None:
         sys.stdout.flush()
 
 
-def _show_summary(result: _Result) -> None:
-    finished, ttft = result.finished, result.finished.ttft
+def _show_summary(answer: Answer) -> None:
+    finished, ttft = answer.finished, answer.finished.ttft
     table = Table("part of TTFT", "seconds", "share", "what it is", title=f"TTFT {ttft.total:.3f} s")
     table.columns[1].justify = table.columns[2].justify = "right"
     for name in PARTS:
@@ -150,12 +126,12 @@ def _show_summary(result: _Result) -> None:
         table.add_row(name, f"{seconds:.4f}", f"{share:.1%}", _MEANING[name])
     console = open_console(stderr=True)
     console.print(table)
-    where = result.accepted.prefill_group
-    if result.accepted.decode_group:
-        where += f" and {result.accepted.decode_group}"
+    where = answer.accepted.prefill_group
+    if answer.accepted.decode_group:
+        where += f" and {answer.accepted.decode_group}"
         commit = finished.commit_after_first_token_seconds
         console.print(f"KV committed {commit * 1000:.1f} ms after the first token")
     console.print(
         f"{finished.num_prompt_tokens} prompt tokens, {finished.num_generated_tokens} generated on {where}, "
-        f"ended by {result.reason}"
+        f"ended by {answer.reason}"
     )

@@ -294,7 +294,11 @@ class Legs:
     async def _prefill(self, group: PrefillGroup, grant: common_pb2.Grant | None) -> None:
         """One group's prefill. Without a grant it gives the whole answer, one token."""
         request = prefill_pb2.PrefillRequest(
-            request_id=self._request_id, tokens=self._job.tokens, sampling=self._job.sampling, grant=grant
+            request_id=self._request_id,
+            tokens=self._job.tokens,
+            sampling=self._job.sampling,
+            grant=grant,
+            priority=self._job.priority,
         )
         metrics.PROMPT_TOKENS.inc(self._job.num_tokens)
         completed = False

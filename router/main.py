@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
+import argcomplete
+
 from headwater.errors import HeadwaterError, InvalidConfig, LocalError
 
 EXIT_PEER = 1
@@ -25,7 +27,9 @@ EXIT_INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (without the program's name); returns the exit code."""
     try:
-        args = build_parser().parse_args(argv)
+        parser = build_parser()
+        argcomplete.autocomplete(parser)
+        args = parser.parse_args(argv)
         run: Callable[[argparse.Namespace], int] = args.run
         return run(args)
     except HeadwaterError as error:

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from headwater.cluster import Cluster
-from headwater.errors import DeadlinePassed, HeadwaterError, from_rpc_error
+from headwater.errors import DeadlinePassed, HeadwaterError, InvalidRequest, from_rpc_error
 from headwater.rpc import open_channel
 from headwater.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
@@ -80,6 +80,27 @@ class Peers:
         """Raises PeerError when the group has nothing to redirect any more."""
         try:
             await self._prefill[name].Redirect(request, timeout=self._reply_seconds)
+        except grpc.RpcError as error:
+            raise self._unanswered(error, name) from error
+
+    async def drain(self, name: str, *, draining: bool) -> None:
+        """Has a group refuse new requests, or take them again.
+
+        Raises:
+            InvalidRequest: there is no such group.
+            PeerError: it does not answer.
+        """
+        try:
+            if name in self._prefill:
+                await self._prefill[name].DrainPrefill(
+                    prefill_pb2.DrainPrefillRequest(draining=draining), timeout=self._reply_seconds
+                )
+            elif name in self._decode:
+                await self._decode[name].DrainDecode(
+                    decode_pb2.DrainDecodeRequest(draining=draining), timeout=self._reply_seconds
+                )
+            else:
+                raise InvalidRequest(f"there is no group {name!r}; there are {', '.join(sorted(self._where))}.")
         except grpc.RpcError as error:
             raise self._unanswered(error, name) from error
 

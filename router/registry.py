@@ -62,6 +62,8 @@ class _Member(Generic[_Description]):
             self.state, self.detail = State.UNREACHABLE, str(error)
         else:
             self.state = State.SERVING if answer.serving else State.NOT_SERVING
+            if answer.draining:
+                self.state = State.DRAINING
             self.detail = "" if answer.serving else answer.detail or "it gives no reason"
             if self.description is None or self.description.epoch != answer.epoch:
                 # Nothing that an earlier incarnation did counts against this one.

@@ -41,6 +41,7 @@ class Job:
     tokens: bytes
     sampling: common_pb2.SamplingParams
     stop: common_pb2.StopConditions
+    priority: int
 
     @property
     def num_tokens(self) -> int:
@@ -66,7 +67,7 @@ async def prepare(request: router_pb2.GenerateRequest, request_id: str, model: S
         eos_token_ids=() if request.ignore_eos else model.eos_token_ids,
         stop=request.stop,
     )
-    return Job(request_id, pack(token_ids), sampling, stop)
+    return Job(request_id, pack(token_ids), sampling, stop, request.priority)
 
 
 def _check_max_tokens(max_tokens: int, model: ServedModel) -> None:

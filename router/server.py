@@ -7,15 +7,14 @@ group's name is a health service of its own, SERVING while the router hears from
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 from headwater.cluster import Cluster
 from headwater.lifecycle import get_logger
 from headwater.rpc import Server
+from headwater.stopping import Stopping
 from headwater.v1 import router_pb2, router_pb2_grpc
 from kv_transfer.metrics_server import MetricsServer
 from kv_transfer.model_folder import read_model_folder
@@ -51,10 +50,12 @@ def load_model(cluster: Cluster) -> ServedModel:
 
 
 @contextlib.asynccontextmanager
-async def running_router(cluster: Cluster, model: ServedModel) -> AsyncIterator[str]:
+async def running_router(cluster: Cluster, model: ServedModel, stopping: Stopping | None = None) -> AsyncIterator[str]:
     """A router that serves while the context lasts; gives its address.
 
-    Leaving drains: no new request, and running ones get `deadlines.stop`.
+    Args:
+        stopping: leaving drains: no new request, and running ones get `deadlines.drain` to end, or until a second
+            signal. None: they get `deadlines.stop`.
 
     Raises:
         InvalidConfig: an address cannot be listened on.
@@ -77,7 +78,11 @@ async def running_router(cluster: Cluster, model: ServedModel) -> AsyncIterator[
         await registry.start()
         policies = Policies(POLICIES[cluster.router.prefill_policy], POLICIES[cluster.router.decode_policy])
         servicer = RouterServicer(
-            Flow(model, registry, peers, cluster.deadlines, policies), registry, metrics_server.address
+            Flow(model, registry, peers, cluster.deadlines, policies),
+            registry,
+            peers,
+            metrics_server.address,
+            max_requests=cluster.router.max_requests,
         )
         router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server.grpc_server)
         stack.push_async_callback(servicer.close, cluster.deadlines.stop)
@@ -86,7 +91,9 @@ async def running_router(cluster: Cluster, model: ServedModel) -> AsyncIterator[
         await server.set_serving(serving=True)
         log.info("serving", address=server.address, metrics=metrics_server.address)
         yield server.address
-        log.info("draining", deadline="deadlines.stop", seconds=cluster.deadlines.stop)
+        if stopping is not None:
+            await server.set_serving(serving=False)
+            await stopping.drain(servicer.drained(), cluster.deadlines.drain)
     log.info("stopped")
 
 
@@ -96,9 +103,7 @@ async def serve(cluster: Cluster) -> int:
     Raises:
         InvalidConfig, ModelFolderError: before anything is started.
     """
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with running_router(cluster, load_model(cluster)):
-        await stop.wait()
+    stopping = Stopping()
+    async with running_router(cluster, load_model(cluster), stopping):
+        await stopping.asked.wait()
     return 0

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import uuid
 from collections.abc import AsyncIterator
 
+from headwater.errors import CapacityError, InvalidRequest, PeerUnavailable, RequestCancelled
 from headwater.v1 import router_pb2, router_pb2_grpc
 from router.flow import Flow
+from router.peers import Peers
 from router.registry import Registry
 from router.status import describe_groups
 
@@ -65,27 +68,45 @@ class _Outbox:
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     """The public API over one flow and one registry."""
 
-    def __init__(self, flow: Flow, registry: Registry, metrics_address: str) -> None:
+    def __init__(
+        self, flow: Flow, registry: Registry, peers: Peers, metrics_address: str, *, max_requests: int
+    ) -> None:
         self._flow = flow
         self._registry = registry
+        self._peers = peers
         self._metrics_address = metrics_address
-        self._running: set[asyncio.Task[None]] = set()
+        self._max_requests = max_requests
+        self._draining = False
+        # Flows that run, some of them after the client has its answer, and their requests.
+        self._running: dict[asyncio.Task[None], str] = {}
+        self._cancelled: set[asyncio.Task[None]] = set()
 
     async def Generate(  # noqa: N802 - gRPC's name
         self, request: router_pb2.GenerateRequest, context: object
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
+        if self._draining:
+            raise PeerUnavailable("the router is draining: it takes no new requests; use another one.")
+        if len(self._running) >= self._max_requests:
+            raise CapacityError(
+                f"{self._max_requests} requests are under way (max_requests). Try again later, or add a router."
+            )
         outbox = _Outbox()
-        flow = asyncio.create_task(self._flow.run(request, outbox))
-        self._running.add(flow)
-        flow.add_done_callback(self._running.discard)
+        request_id = request.request_id or uuid.uuid4().hex
+        flow = asyncio.create_task(self._flow.run(request, request_id, outbox))
+        self._running[flow] = request_id
+        flow.add_done_callback(self._running.pop)
         flow.add_done_callback(lambda _: outbox.close())
         try:
             async for response in outbox.responses():
                 yield response
             if not outbox.complete:
+                await asyncio.wait({flow})
+                if flow in self._cancelled:
+                    raise RequestCancelled(f"request {request_id} was cancelled at the router.")
                 await flow
         finally:
             # The server closes this generator when the client is gone.
+            self._cancelled.discard(flow)
             outbox.close()
             if not outbox.complete:
                 flow.cancel()
@@ -96,6 +117,30 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.StatusResponse(
             groups=describe_groups(self._registry.snapshot()), metrics_address=self._metrics_address
         )
+
+    async def Drain(  # noqa: N802
+        self, request: router_pb2.DrainRequest, context: object
+    ) -> router_pb2.DrainResponse:
+        await self._peers.drain(request.group, draining=request.draining)
+        self._registry.refresh(request.group)
+        return router_pb2.DrainResponse()
+
+    async def Cancel(  # noqa: N802
+        self, request: router_pb2.CancelRequest, context: object
+    ) -> router_pb2.CancelResponse:
+        flows = [flow for flow, request_id in self._running.items() if request_id == request.request_id]
+        if not flows:
+            raise InvalidRequest(f"no request {request.request_id!r} is under way here.")
+        for flow in flows:
+            self._cancelled.add(flow)
+            flow.cancel()
+        return router_pb2.CancelResponse()
+
+    async def drained(self) -> None:
+        """Takes no new request from now on, and returns when none is under way."""
+        self._draining = True
+        while self._running:
+            await asyncio.wait(self._running)
 
     async def close(self, deadline_seconds: float) -> None:
         """Waits for flows whose client has its answer and whose prefill still quiesces; then cancels."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Callable
 
 from google.protobuf import json_format
+from rich.live import Live
 from rich.table import Table
 
 from headwater.v1 import router_pb2
 from router.check import Report
 from router.console import open_console
 
-_COLOURS = {"serving": "green", "not_serving": "yellow", "unreachable": "red"}
+_COLOURS = {"serving": "green", "draining": "cyan", "not_serving": "yellow", "unreachable": "red"}
 _MIB = 1024 * 1024
 
 
@@ -24,8 +27,25 @@ def show_status(status: router_pb2.StatusResponse, *, as_json: bool) -> None:
         )
         sys.stdout.write(json.dumps(fields, ensure_ascii=False) + "\n")
         return
+    console = open_console()
+    console.print(status_table(status))
+    console.print(f"router metrics: http://{status.metrics_address}/metrics")
+
+
+def watch_status(ask: Callable[[], router_pb2.StatusResponse], seconds: float) -> None:
+    """The same again and again, until it is interrupted."""
+    with Live(status_table(ask()), console=open_console(), auto_refresh=False) as live:
+        while True:
+            time.sleep(seconds)
+            live.update(status_table(ask()), refresh=True)
+
+
+def status_table(status: router_pb2.StatusResponse) -> Table:
+    """The router's groups."""
     table = Table("group", "role", "state", "address", "layout", "tokens", "requests", "transport", "epoch", "detail")
     for group in status.groups:
+        waiting = f" ({group.queued_requests} wait)" if group.queued_requests else ""
+        breaker = f"breaker {group.breaker}" if group.breaker != "closed" else ""
         table.add_row(
             group.name,
             group.role,
@@ -33,14 +53,12 @@ def show_status(status: router_pb2.StatusResponse, *, as_json: bool) -> None:
             group.address,
             group.layout,
             f"{group.used_tokens}/{group.capacity_tokens}",
-            str(group.active_requests),
+            f"{group.active_requests}{waiting}",
             group.transport,
             group.epoch,
-            group.detail,
+            group.detail or breaker,
         )
-    console = open_console()
-    console.print(table)
-    console.print(f"router metrics: http://{status.metrics_address}/metrics")
+    return table
 
 
 def show_check(report: Report) -> None:

@@ -17,6 +17,7 @@ class State(enum.StrEnum):
     """Whether a group can be given work."""
 
     SERVING = "serving"
+    DRAINING = "draining"
     NOT_SERVING = "not_serving"
     UNREACHABLE = "unreachable"
 

@@ -18,7 +18,12 @@ def describe_groups(snapshot: Snapshot) -> list[router_pb2.GroupStatus]:
 
 def _prefill(group: PrefillGroup, reason: str) -> router_pb2.GroupStatus:
     status = router_pb2.GroupStatus(
-        name=group.name, role="prefill", address=group.address, state=group.state, detail=group.detail or reason
+        name=group.name,
+        role="prefill",
+        address=group.address,
+        state=group.state,
+        detail=group.detail or reason,
+        breaker=group.breaker,
     )
     said = group.description
     if said is not None:
@@ -27,6 +32,7 @@ def _prefill(group: PrefillGroup, reason: str) -> router_pb2.GroupStatus:
         status.used_tokens = said.capacity_tokens - said.free_tokens
         status.capacity_tokens = said.capacity_tokens
         status.active_requests = said.queued_requests + said.running_requests
+        status.queued_requests = said.queued_requests
         status.transport = said.transport
         status.metrics_addresses.extend(said.metrics_addresses)
     return status
@@ -34,7 +40,12 @@ def _prefill(group: PrefillGroup, reason: str) -> router_pb2.GroupStatus:
 
 def _decode(group: DecodeGroup, reason: str) -> router_pb2.GroupStatus:
     status = router_pb2.GroupStatus(
-        name=group.name, role="decode", address=group.address, state=group.state, detail=group.detail or reason
+        name=group.name,
+        role="decode",
+        address=group.address,
+        state=group.state,
+        detail=group.detail or reason,
+        breaker=group.breaker,
     )
     said = group.description
     if said is not None:

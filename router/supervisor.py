@@ -61,8 +61,9 @@ class Supervisor:
             InvalidConfig: the file is wrong, or places nothing here.
         """
         cluster = load_cluster(path)
-        # A child drains for deadlines.stop, and then has as long again to give back what it holds.
-        return cls(place(cluster, path.resolve()), stop_seconds=2 * cluster.deadlines.stop, log_dir=log_dir)
+        # A child drains, ends what still runs, and has as long again to give back what it holds.
+        stop_seconds = cluster.deadlines.drain + 2 * cluster.deadlines.stop
+        return cls(place(cluster, path.resolve()), stop_seconds=stop_seconds, log_dir=log_dir)
 
     def __enter__(self) -> Self:
         self.start()

@@ -127,7 +127,7 @@ REFUSED = [
     (
         "[deadlines]\nanswer = 1",
         "deadlines: unknown key `answer`. Allowed: reply, heartbeat, silence, worker_start, step, write, acknowledge, "
-        "queue, lease, resume, stop.",
+        "queue, lease, resume, stop, drain.",
     ),
     ('[[prefill]]\nname = "p0"', f"prefill[0]: missing required key `address`. Allowed: {PREFILL_KEYS}."),
     # Types, in the words of TOML.

@@ -24,6 +24,7 @@ CODES: dict[type[HeadwaterError], grpc.StatusCode] = {
     errors.DuplicateTransfer: grpc.StatusCode.ALREADY_EXISTS,
     errors.IllegalEvent: grpc.StatusCode.INTERNAL,
     errors.CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.RequestCancelled: grpc.StatusCode.CANCELLED,
     errors.PeerError: grpc.StatusCode.INTERNAL,
     errors.PeerUnavailable: grpc.StatusCode.UNAVAILABLE,
     errors.GeometryMismatch: grpc.StatusCode.FAILED_PRECONDITION,
@@ -102,6 +103,17 @@ def test_every_class_and_message_comes_back(call: str) -> None:
             assert (type(back), str(back)) == (kind, message)
 
     asyncio.run(run())
+
+
+def test_how_long_to_wait_for_room_comes_along() -> None:
+    error = errors.CapacityError("full")
+    error.retry_after_seconds = 2.5
+    seen = asyncio.run(raised_by("unary", error))
+    assert isinstance(seen, grpc.aio.AioRpcError)
+    assert ("grpc-retry-pushback-ms", "2500") in [(key, value) for key, value in seen.trailing_metadata()]
+    back = from_rpc_error(seen, "p0 at h:1")
+    assert isinstance(back, errors.CapacityError)
+    assert back.retry_after_seconds == 2.5
 
 
 @pytest.mark.parametrize("letter", ["a", "漢", "\n"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from headwater.cluster import Cluster, Deadlines, Decode
 from headwater.errors import CapacityError, HeadwaterError, InvalidRequest, PeerUnavailable
 from headwater.lifecycle import Event, get_logger
 from headwater.rpc import Server
+from headwater.stopping import Stopping
 from headwater.v1 import common_pb2, decode_pb2, decode_pb2_grpc, transfer_pb2_grpc
 from kv_transfer import metrics
 from kv_transfer.connectors.decoder import Continuation, Decoder
@@ -60,7 +60,10 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
         self._metrics_address = metrics_address
         self._promised_tokens = 0
         self._active = 0
-        self.serving = True
+        # No new requests are taken.
+        self.draining = False
+        self.idle = asyncio.Event()
+        self.idle.set()
         for owner in ("free", "held", "quarantined"):
             metrics.SLOTS.labels(owner).set_function(lambda name=owner: getattr(arena, name))  # type: ignore[misc]
 
@@ -107,14 +110,22 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
         grant = await self._receiver.regrant(request.transfer_id, request.attempt)
         return decode_pb2.RegrantResponse(grant=grant)
 
+    async def DrainDecode(  # noqa: N802 - gRPC's name
+        self, request: decode_pb2.DrainDecodeRequest, context: object
+    ) -> decode_pb2.DrainDecodeResponse:
+        log.info("draining" if request.draining else "taking requests again")
+        self.draining = request.draining
+        return decode_pb2.DrainDecodeResponse()
+
     async def DescribeDecode(  # noqa: N802 - gRPC's name
         self, request: decode_pb2.DescribeDecodeRequest, context: object
     ) -> decode_pb2.DescribeDecodeResponse:
         return decode_pb2.DescribeDecodeResponse(
             name=self._section.name,
             epoch=self._epoch,
-            serving=self.serving,
-            detail="" if self.serving else "shutting down",
+            serving=not self.draining,
+            draining=self.draining,
+            detail="draining" if self.draining else "",
             geometry=self._geometry,
             engine="transformers",
             capacity_tokens=self._section.capacity_tokens,
@@ -130,8 +141,8 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
     @contextlib.contextmanager
     def _admitted(self, request: decode_pb2.DecodeRequest) -> Iterator[int]:
         """Promises the request its tokens for as long as it lasts. Gives their number."""
-        if not self.serving:
-            raise PeerUnavailable("the decode node is shutting down; use another one.")
+        if self.draining:
+            raise PeerUnavailable("the decode node is draining: it takes no new requests; use another one.")
         check_contract(request.source, self._geometry)
         promised = request.num_prompt_tokens + request.stop.max_tokens
         capacity = self._section.capacity_tokens
@@ -149,11 +160,14 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
             )
         self._promised_tokens += promised
         self._active += 1
+        self.idle.clear()
         try:
             yield promised
         finally:
             self._promised_tokens -= promised
             self._active -= 1
+            if not self._active:
+                self.idle.set()
 
     async def _continue(
         self, request: decode_pb2.DecodeRequest, kv: RequestKv, first_token: int
@@ -212,9 +226,7 @@ async def serve(cluster: Cluster, name: str) -> int:
     # Its pages are the requests themselves, so any page size of the writer will do.
     geometry = geometry_of(folder, cluster.model, page_size=1, dtype=section.dtype)
     host = section.address.rpartition(":")[0]
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stopping = Stopping()
     async with contextlib.AsyncExitStack() as stack:
         # Claims the port before the slow part.
         server = Server(section.address, ["headwater.v1.DecodeService", "headwater.v1.TransferService"])
@@ -277,7 +289,9 @@ async def serve(cluster: Cluster, name: str) -> int:
         stack.push_async_callback(server.stop, cluster.deadlines.stop)
         await server.set_serving(serving=True)
         log.info("serving", address=server.address, metrics=exporter.address, transport=engine.transport)
-        await stop.wait()
-        # The stack ends running calls first, then what they use.
-        node.serving = False
+        await stopping.asked.wait()
+        node.draining = True
+        await server.set_serving(serving=False)
+        await stopping.drain(node.idle.wait(), cluster.deadlines.drain)
+        # The stack ends calls that still run first, then what they use.
     return 0

@@ -51,6 +51,8 @@ class Router(Struct, frozen=True, forbid_unknown_fields=True):
     address: Address = "127.0.0.1:7000"
     metrics_port: Port = 0
     name: Name = "router"
+    # Requests that may be under way at once; one more is refused.
+    max_requests: Positive = 4096
     # Which of the groups that fit gets a request (`router.policies`). "predicted_ttft" takes the one that by its own
     # costs has the first token soonest.
     prefill_policy: PrefillPolicy = "predicted_ttft"
@@ -162,6 +164,8 @@ class Deadlines(Struct, frozen=True, forbid_unknown_fields=True):
     resume: Seconds = 10.0
     # Both legs of a cancelled or finished request end.
     stop: Seconds = 10.0
+    # What runs when a process is told to stop may still end.
+    drain: Seconds = 30.0
 
 
 class Cluster(Struct, frozen=True, forbid_unknown_fields=True):

@@ -9,6 +9,7 @@
     │   ├── DuplicateTransfer      ALREADY_EXISTS        the transfer id is in use
     │   └── IllegalEvent           INTERNAL              a state machine was given an event it does not allow
     ├── CapacityError          RESOURCE_EXHAUSTED    no room now; the same request may work later
+    ├── RequestCancelled       CANCELLED             somebody else ended the request
     └── PeerError              another process is at fault, or gone
         ├── PeerUnavailable        UNAVAILABLE           not reachable, not serving, or lost
         ├── GeometryMismatch       FAILED_PRECONDITION   the two groups cannot exchange KV
@@ -28,6 +29,8 @@ from typing import ClassVar
 import grpc
 
 ERROR_CLASS_KEY = "headwater-error"
+# gRPC's own: clients with a retry policy wait as long as it says.
+RETRY_AFTER_KEY = "grpc-retry-pushback-ms"
 
 
 class HeadwaterError(Exception):
@@ -75,9 +78,16 @@ class IllegalEvent(LocalError):
 
 
 class CapacityError(HeadwaterError):
-    """No room now; the same request may work later."""
+    """No room now; the same request may work later: after `retry_after_seconds`, about."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    retry_after_seconds = 1.0
+
+
+class RequestCancelled(HeadwaterError):
+    """Somebody else ended the request."""
+
+    code = grpc.StatusCode.CANCELLED
 
 
 class PeerError(HeadwaterError):
@@ -155,7 +165,9 @@ def from_status(
     code: grpc.StatusCode, details: str, trailing: Iterable[tuple[str, str | bytes]] | None, peer: str
 ) -> HeadwaterError:
     """`from_rpc_error` for a call whose status was read from the call itself."""
-    for key, value in trailing or ():
-        if key == ERROR_CLASS_KEY and isinstance(value, str) and value in _CLASSES:
-            return _CLASSES[value](details)
-    return _BY_CODE.get(code, PeerUnavailable)(f"{peer}: {details or code.name}")
+    sent = {key: value for key, value in trailing or () if isinstance(value, str)}
+    named = _CLASSES.get(sent.get(ERROR_CLASS_KEY, ""))
+    error = named(details) if named else _BY_CODE.get(code, PeerUnavailable)(f"{peer}: {details or code.name}")
+    if isinstance(error, CapacityError) and sent.get(RETRY_AFTER_KEY, "").isdigit():
+        error.retry_after_seconds = int(sent[RETRY_AFTER_KEY]) / 1e3
+    return error

@@ -16,7 +16,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from headwater.errors import ERROR_CLASS_KEY, HeadwaterError, InvalidConfig
+from headwater.errors import ERROR_CLASS_KEY, RETRY_AFTER_KEY, CapacityError, HeadwaterError, InvalidConfig
 from headwater.health import Health
 from headwater.lifecycle import get_logger
 
@@ -61,8 +61,16 @@ def open_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
+def open_blocking_channel(address: str) -> grpc.Channel:
+    """As `open_channel`, for threads."""
+    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: HeadwaterError) -> None:
-    await context.abort(error.code, _sendable(str(error)), ((ERROR_CLASS_KEY, type(error).__name__),))
+    trailing = [(ERROR_CLASS_KEY, type(error).__name__)]
+    if isinstance(error, CapacityError):
+        trailing.append((RETRY_AFTER_KEY, str(round(1e3 * error.retry_after_seconds))))
+    await context.abort(error.code, _sendable(str(error)), tuple(trailing))
 
 
 def _sendable(message: str) -> str:

@@ -15,11 +15,11 @@ import tokenizers.models
 import tokenizers.pre_tokenizers
 
 import router
+from headwater.client import AsyncClient
 from headwater.cluster import Cluster, parse_cluster
 from headwater.rpc import Server
 from headwater.tokens import unpack
 from headwater.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, router_pb2
-from router.client import Client
 from router.request import ServedModel
 from router.server import running_router
 from router.text import Text
@@ -156,6 +156,12 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> prefill_pb2.DescribePrefillResponse:
         return self.description
 
+    async def DrainPrefill(  # noqa: N802
+        self, request: prefill_pb2.DrainPrefillRequest, context: object
+    ) -> prefill_pb2.DrainPrefillResponse:
+        self.description.draining, self.description.serving = request.draining, not request.draining
+        return prefill_pb2.DrainPrefillResponse()
+
     async def run(self, request: prefill_pb2.PrefillRequest) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """The default script: all goes well."""
         async for response in self.until_first_token(request):
@@ -216,6 +222,12 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):
     ) -> decode_pb2.DescribeDecodeResponse:
         return self.description
 
+    async def DrainDecode(  # noqa: N802
+        self, request: decode_pb2.DrainDecodeRequest, context: object
+    ) -> decode_pb2.DrainDecodeResponse:
+        self.description.draining, self.description.serving = request.draining, not request.draining
+        return decode_pb2.DrainDecodeResponse()
+
     async def run(self, request: decode_pb2.DecodeRequest) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
         """The default script: all goes well."""
         yield self.grant(request)
@@ -244,7 +256,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):
 class Rig:
     """A router, one fake group of each role, and a client."""
 
-    client: Client
+    client: AsyncClient
     address: str
     prefill: FakePrefill
     decode: FakeDecode
@@ -260,7 +272,8 @@ class Rig:
 class Site:
     """A router over several fake groups of each role."""
 
-    client: Client
+    client: AsyncClient
+    address: str
     prefill: list[FakePrefill]
     decode: list[FakeDecode]
 
@@ -291,8 +304,8 @@ async def site(answer: list[int], num_groups: int, router_section: str = "") -> 
         cluster = parse_cluster(file + "[deadlines]\nheartbeat = 0.05\n")
         await stack.enter_async_context(asyncio.timeout(PATIENCE_SECONDS))
         address = await stack.enter_async_context(running_router(cluster, tiny_model()))
-        client = await stack.enter_async_context(Client(address))
-        yield Site(client, prefill, decode)
+        client = await stack.enter_async_context(AsyncClient(address))
+        yield Site(client, address, prefill, decode)
     assert router_tasks() == []
 
 
@@ -345,7 +358,7 @@ async def rig(
     cluster = cluster_of(prefill_server.address, decode_server.address, reply_seconds)
     try:
         async with asyncio.timeout(PATIENCE_SECONDS), running_router(cluster, tiny_model()) as address:
-            async with Client(address) as client:
+            async with AsyncClient(address) as client:
                 yield Rig(client, address, prefill, decode, prefill_server, decode_server)
     finally:
         await prefill_server.stop(0)

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
+from headwater.client import AsyncClient
 from headwater.cluster import parse_cluster
 from headwater.errors import InvalidRequest, PeerUnavailable
 from headwater.v1 import common_pb2, router_pb2
-from router.client import Client
 from router.server import running_router
 from tests.router.fakes import FakeDecode, FakePrefill, kinds, rig, text_request, tiny_model
 
@@ -125,7 +125,7 @@ def test_no_group_reachable_names_each() -> None:
             name = "d0"
             address = "127.0.0.1:2"
         """)
-        async with running_router(cluster, tiny_model()) as address, Client(address) as client:
+        async with running_router(cluster, tiny_model()) as address, AsyncClient(address) as client:
             with pytest.raises(
                 PeerUnavailable, match=r"no prefill group is serving: p0 at 127\.0\.0\.1:1: unreachable"
             ):

@@ -243,6 +243,40 @@ class DecodeFinished(_message.Message):
 Global___DecodeFinished: _TypeAlias = DecodeFinished  # noqa: Y015
 
 @_typing.final
+class DrainDecodeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAINING_FIELD_NUMBER: _builtins.int
+    draining: _builtins.bool
+    def __init__(
+        self,
+        *,
+        draining: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainDecodeRequest: _TypeAlias = DrainDecodeRequest  # noqa: Y015
+
+@_typing.final
+class DrainDecodeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainDecodeResponse: _TypeAlias = DrainDecodeResponse  # noqa: Y015
+
+@_typing.final
 class DescribeDecodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -275,6 +309,7 @@ class DescribeDecodeResponse(_message.Message):
     SLOTS_FREE_FIELD_NUMBER: _builtins.int
     SLOTS_HELD_FIELD_NUMBER: _builtins.int
     SLOTS_QUARANTINED_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     epoch: _builtins.str
     serving: _builtins.bool
@@ -288,6 +323,8 @@ class DescribeDecodeResponse(_message.Message):
     """Landing slots by owner; free + held + quarantined = total."""
     slots_held: _builtins.int
     slots_quarantined: _builtins.int
+    draining: _builtins.bool
+    """No new requests are taken; then `serving` is false."""
     @_builtins.property
     def geometry(self) -> _common_pb2.Geometry: ...
     @_builtins.property
@@ -309,10 +346,11 @@ class DescribeDecodeResponse(_message.Message):
         slots_free: _builtins.int = ...,
         slots_held: _builtins.int = ...,
         slots_quarantined: _builtins.int = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "capacity_tokens", b"capacity_tokens", "detail", b"detail", "engine", b"engine", "epoch", b"epoch", "free_tokens", b"free_tokens", "geometry", b"geometry", "metrics_addresses", b"metrics_addresses", "name", b"name", "serving", b"serving", "slots_free", b"slots_free", "slots_held", b"slots_held", "slots_quarantined", b"slots_quarantined", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "capacity_tokens", b"capacity_tokens", "detail", b"detail", "draining", b"draining", "engine", b"engine", "epoch", b"epoch", "free_tokens", b"free_tokens", "geometry", b"geometry", "metrics_addresses", b"metrics_addresses", "name", b"name", "serving", b"serving", "slots_free", b"slots_free", "slots_held", b"slots_held", "slots_quarantined", b"slots_quarantined", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

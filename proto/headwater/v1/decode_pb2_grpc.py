@@ -44,6 +44,11 @@ class DecodeServiceStub(object):
                 request_serializer=headwater_dot_v1_dot_decode__pb2.RegrantRequest.SerializeToString,
                 response_deserializer=headwater_dot_v1_dot_decode__pb2.RegrantResponse.FromString,
                 _registered_method=True)
+        self.DrainDecode = channel.unary_unary(
+                '/headwater.v1.DecodeService/DrainDecode',
+                request_serializer=headwater_dot_v1_dot_decode__pb2.DrainDecodeRequest.SerializeToString,
+                response_deserializer=headwater_dot_v1_dot_decode__pb2.DrainDecodeResponse.FromString,
+                _registered_method=True)
         self.DescribeDecode = channel.unary_unary(
                 '/headwater.v1.DecodeService/DescribeDecode',
                 request_serializer=headwater_dot_v1_dot_decode__pb2.DescribeDecodeRequest.SerializeToString,
@@ -70,6 +75,13 @@ class DecodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainDecode(self, request, context):
+        """Refuses new requests, or takes them again; what runs goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DescribeDecode(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -88,6 +100,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Regrant,
                     request_deserializer=headwater_dot_v1_dot_decode__pb2.RegrantRequest.FromString,
                     response_serializer=headwater_dot_v1_dot_decode__pb2.RegrantResponse.SerializeToString,
+            ),
+            'DrainDecode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainDecode,
+                    request_deserializer=headwater_dot_v1_dot_decode__pb2.DrainDecodeRequest.FromString,
+                    response_serializer=headwater_dot_v1_dot_decode__pb2.DrainDecodeResponse.SerializeToString,
             ),
             'DescribeDecode': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeDecode,
@@ -149,6 +166,33 @@ class DecodeService(object):
             '/headwater.v1.DecodeService/Regrant',
             headwater_dot_v1_dot_decode__pb2.RegrantRequest.SerializeToString,
             headwater_dot_v1_dot_decode__pb2.RegrantResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainDecode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headwater.v1.DecodeService/DrainDecode',
+            headwater_dot_v1_dot_decode__pb2.DrainDecodeRequest.SerializeToString,
+            headwater_dot_v1_dot_decode__pb2.DrainDecodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

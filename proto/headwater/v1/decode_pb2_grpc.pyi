@@ -39,6 +39,8 @@ class DecodeServiceStub:
     """Starts the next try of a transfer whose Decode stream is open: ends the current one, keeps what has been
     verified of it, and grants the rest.
     """
+    DrainDecode: _grpc.UnaryUnaryMultiCallable[_decode_pb2.DrainDecodeRequest, _decode_pb2.DrainDecodeResponse]
+    """Refuses new requests, or takes them again; what runs goes on."""
     DescribeDecode: _grpc.UnaryUnaryMultiCallable[_decode_pb2.DescribeDecodeRequest, _decode_pb2.DescribeDecodeResponse]
 
 @_typing.type_check_only
@@ -52,6 +54,8 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """Starts the next try of a transfer whose Decode stream is open: ends the current one, keeps what has been
     verified of it, and grants the rest.
     """
+    DrainDecode: _aio.UnaryUnaryMultiCallable[_decode_pb2.DrainDecodeRequest, _decode_pb2.DrainDecodeResponse]  # type: ignore[assignment]
+    """Refuses new requests, or takes them again; what runs goes on."""
     DescribeDecode: _aio.UnaryUnaryMultiCallable[_decode_pb2.DescribeDecodeRequest, _decode_pb2.DescribeDecodeResponse]  # type: ignore[assignment]
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -74,6 +78,14 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         """Starts the next try of a transfer whose Decode stream is open: ends the current one, keeps what has been
         verified of it, and grants the rest.
         """
+
+    @_abc_1.abstractmethod
+    def DrainDecode(
+        self,
+        request: _decode_pb2.DrainDecodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.DrainDecodeResponse, _abc.Awaitable[_decode_pb2.DrainDecodeResponse]]:
+        """Refuses new requests, or takes them again; what runs goes on."""
 
     @_abc_1.abstractmethod
     def DescribeDecode(

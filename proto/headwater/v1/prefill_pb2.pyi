@@ -257,6 +257,40 @@ class RedirectResponse(_message.Message):
 Global___RedirectResponse: _TypeAlias = RedirectResponse  # noqa: Y015
 
 @_typing.final
+class DrainPrefillRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAINING_FIELD_NUMBER: _builtins.int
+    draining: _builtins.bool
+    def __init__(
+        self,
+        *,
+        draining: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainPrefillRequest: _TypeAlias = DrainPrefillRequest  # noqa: Y015
+
+@_typing.final
+class DrainPrefillResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainPrefillResponse: _TypeAlias = DrainPrefillResponse  # noqa: Y015
+
+@_typing.final
 class DescribePrefillRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -295,6 +329,7 @@ class DescribePrefillResponse(_message.Message):
     BACKLOG_TOKENS_FIELD_NUMBER: _builtins.int
     BACKLOG_SECONDS_FIELD_NUMBER: _builtins.int
     TRANSFER_SECONDS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     epoch: _builtins.str
     serving: _builtins.bool
@@ -315,6 +350,8 @@ class DescribePrefillResponse(_message.Message):
     backlog_seconds: _builtins.float
     transfer_seconds: _builtins.float
     """From when a box of KV is begun until it is acknowledged, lately; 0 before any was."""
+    draining: _builtins.bool
+    """No new requests are taken; then `serving` is false."""
     @_builtins.property
     def geometry(self) -> _common_pb2.Geometry: ...
     @_builtins.property
@@ -350,10 +387,11 @@ class DescribePrefillResponse(_message.Message):
         backlog_tokens: _builtins.int = ...,
         backlog_seconds: _builtins.float = ...,
         transfer_seconds: _builtins.float = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_seconds", b"backlog_seconds", "backlog_tokens", b"backlog_tokens", "capacity_tokens", b"capacity_tokens", "chunk_policy", b"chunk_policy", "chunk_tokens", b"chunk_tokens", "costs", b"costs", "detail", b"detail", "epoch", b"epoch", "free_tokens", b"free_tokens", "geometry", b"geometry", "layer_boundaries", b"layer_boundaries", "metrics_addresses", b"metrics_addresses", "name", b"name", "pp", b"pp", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "serving", b"serving", "tp", b"tp", "transfer_seconds", b"transfer_seconds", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_seconds", b"backlog_seconds", "backlog_tokens", b"backlog_tokens", "capacity_tokens", b"capacity_tokens", "chunk_policy", b"chunk_policy", "chunk_tokens", b"chunk_tokens", "costs", b"costs", "detail", b"detail", "draining", b"draining", "epoch", b"epoch", "free_tokens", b"free_tokens", "geometry", b"geometry", "layer_boundaries", b"layer_boundaries", "metrics_addresses", b"metrics_addresses", "name", b"name", "pp", b"pp", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "serving", b"serving", "tp", b"tp", "transfer_seconds", b"transfer_seconds", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,6 +44,11 @@ class PrefillServiceStub(object):
                 request_serializer=headwater_dot_v1_dot_prefill__pb2.RedirectRequest.SerializeToString,
                 response_deserializer=headwater_dot_v1_dot_prefill__pb2.RedirectResponse.FromString,
                 _registered_method=True)
+        self.DrainPrefill = channel.unary_unary(
+                '/headwater.v1.PrefillService/DrainPrefill',
+                request_serializer=headwater_dot_v1_dot_prefill__pb2.DrainPrefillRequest.SerializeToString,
+                response_deserializer=headwater_dot_v1_dot_prefill__pb2.DrainPrefillResponse.FromString,
+                _registered_method=True)
         self.DescribePrefill = channel.unary_unary(
                 '/headwater.v1.PrefillService/DescribePrefill',
                 request_serializer=headwater_dot_v1_dot_prefill__pb2.DescribePrefillRequest.SerializeToString,
@@ -75,6 +80,13 @@ class PrefillServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainPrefill(self, request, context):
+        """Refuses new requests, or takes them again; what runs goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DescribePrefill(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -100,6 +112,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Redirect,
                     request_deserializer=headwater_dot_v1_dot_prefill__pb2.RedirectRequest.FromString,
                     response_serializer=headwater_dot_v1_dot_prefill__pb2.RedirectResponse.SerializeToString,
+            ),
+            'DrainPrefill': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainPrefill,
+                    request_deserializer=headwater_dot_v1_dot_prefill__pb2.DrainPrefillRequest.FromString,
+                    response_serializer=headwater_dot_v1_dot_prefill__pb2.DrainPrefillResponse.SerializeToString,
             ),
             'DescribePrefill': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribePrefill,
@@ -166,6 +183,33 @@ class PrefillService(object):
             '/headwater.v1.PrefillService/Redirect',
             headwater_dot_v1_dot_prefill__pb2.RedirectRequest.SerializeToString,
             headwater_dot_v1_dot_prefill__pb2.RedirectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainPrefill(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headwater.v1.PrefillService/DrainPrefill',
+            headwater_dot_v1_dot_prefill__pb2.DrainPrefillRequest.SerializeToString,
+            headwater_dot_v1_dot_prefill__pb2.DrainPrefillResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,6 +38,8 @@ class PrefillServiceStub:
     """
     Redirect: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.RedirectRequest, _prefill_pb2.RedirectResponse]
     """Sends the KV of a request, from pages that are still held, where another grant allows."""
+    DrainPrefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.DrainPrefillRequest, _prefill_pb2.DrainPrefillResponse]
+    """Refuses new requests, or takes them again; what runs goes on."""
     DescribePrefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.DescribePrefillRequest, _prefill_pb2.DescribePrefillResponse]
     TracePrefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.TracePrefillRequest, _prefill_pb2.TracePrefillResponse]
     """What the group did for a request that is running or ended lately, stage by stage."""
@@ -52,6 +54,8 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """
     Redirect: _aio.UnaryUnaryMultiCallable[_prefill_pb2.RedirectRequest, _prefill_pb2.RedirectResponse]  # type: ignore[assignment]
     """Sends the KV of a request, from pages that are still held, where another grant allows."""
+    DrainPrefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.DrainPrefillRequest, _prefill_pb2.DrainPrefillResponse]  # type: ignore[assignment]
+    """Refuses new requests, or takes them again; what runs goes on."""
     DescribePrefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.DescribePrefillRequest, _prefill_pb2.DescribePrefillResponse]  # type: ignore[assignment]
     TracePrefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.TracePrefillRequest, _prefill_pb2.TracePrefillResponse]  # type: ignore[assignment]
     """What the group did for a request that is running or ended lately, stage by stage."""
@@ -75,6 +79,14 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.RedirectResponse, _abc.Awaitable[_prefill_pb2.RedirectResponse]]:
         """Sends the KV of a request, from pages that are still held, where another grant allows."""
+
+    @_abc_1.abstractmethod
+    def DrainPrefill(
+        self,
+        request: _prefill_pb2.DrainPrefillRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prefill_pb2.DrainPrefillResponse, _abc.Awaitable[_prefill_pb2.DrainPrefillResponse]]:
+        """Refuses new requests, or takes them again; what runs goes on."""
 
     @_abc_1.abstractmethod
     def DescribePrefill(

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headwater.v1 import common_pb2 as headwater_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headwater/v1/router.proto\x12\x0cheadwater.v1\x1a\x19headwater/v1/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.headwater.v1.ChatMessage\"\x88\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x16.headwater.v1.TokenIdsH\x00\x12\"\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x12.headwater.v1.ChatH\x00\x12\x12\n\nmax_tokens\x18\x04 \x01(\x05\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.headwater.v1.SamplingParams\x12\x10\n\x08has_seed\x18\x06 \x01(\x08\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x12\n\nrequest_id\x18\t \x01(\tB\x08\n\x06prompt\"\xc5\x01\n\x10GenerateResponse\x12*\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x16.headwater.v1.AcceptedH\x00\x12*\n\x08progress\x18\x02 \x01(\x0b\x32\x16.headwater.v1.ProgressH\x00\x12$\n\x05token\x18\x03 \x01(\x0b\x32\x13.headwater.v1.TokenH\x00\x12*\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x16.headwater.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x9d\x01\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x15\n\rprefill_group\x18\x03 \x01(\t\x12\x14\n\x0c\x64\x65\x63ode_group\x18\x04 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12\x12\n\nnum_chunks\x18\x06 \x01(\r\x12\x0c\n\x04seed\x18\x07 \x01(\x06\"5\n\x08Progress\x12\x13\n\x0btokens_done\x18\x01 \x01(\r\x12\x14\n\x0ctokens_total\x18\x02 \x01(\r\"0\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\"\xce\x01\n\x08\x46inished\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.headwater.v1.FinishReason\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12%\n\x04ttft\x18\x05 \x01(\x0b\x32\x17.headwater.v1.TtftParts\x12(\n commit_after_first_token_seconds\x18\x06 \x01(\x01\"\x97\x01\n\tTtftParts\x12\r\n\x05total\x18\x01 \x01(\x01\x12\x10\n\x08tokenize\x18\x02 \x01(\x01\x12\x0c\n\x04pair\x18\x03 \x01(\x01\x12\r\n\x05queue\x18\x04 \x01(\x01\x12\x14\n\x0c\x66irst_chunks\x18\x05 \x01(\x01\x12\x12\n\nlast_chunk\x18\x06 \x01(\x01\x12\x11\n\thand_over\x18\x07 \x01(\x01\x12\x0f\n\x07\x64\x65liver\x18\x08 \x01(\x01\"\x0f\n\rStatusRequest\"\xed\x01\n\x0bGroupStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\r\n\x05\x65poch\x18\x06 \x01(\t\x12\x0e\n\x06layout\x18\x07 \x01(\t\x12\x13\n\x0bused_tokens\x18\x08 \x01(\x04\x12\x17\n\x0f\x63\x61pacity_tokens\x18\t \x01(\x04\x12\x17\n\x0f\x61\x63tive_requests\x18\n \x01(\r\x12\x11\n\ttransport\x18\x0b \x01(\t\x12\x19\n\x11metrics_addresses\x18\x0c \x03(\t\"T\n\x0eStatusResponse\x12)\n\x06groups\x18\x01 \x03(\x0b\x32\x19.headwater.v1.GroupStatus\x12\x17\n\x0fmetrics_address\x18\x02 \x01(\t2\xa1\x01\n\rRouterService\x12K\n\x08Generate\x12\x1d.headwater.v1.GenerateRequest\x1a\x1e.headwater.v1.GenerateResponse0\x01\x12\x43\n\x06Status\x12\x1b.headwater.v1.StatusRequest\x1a\x1c.headwater.v1.StatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headwater/v1/router.proto\x12\x0cheadwater.v1\x1a\x19headwater/v1/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.headwater.v1.ChatMessage\"\x9a\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x16.headwater.v1.TokenIdsH\x00\x12\"\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x12.headwater.v1.ChatH\x00\x12\x12\n\nmax_tokens\x18\x04 \x01(\x05\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.headwater.v1.SamplingParams\x12\x10\n\x08has_seed\x18\x06 \x01(\x08\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x05\x42\x08\n\x06prompt\"\xc5\x01\n\x10GenerateResponse\x12*\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x16.headwater.v1.AcceptedH\x00\x12*\n\x08progress\x18\x02 \x01(\x0b\x32\x16.headwater.v1.ProgressH\x00\x12$\n\x05token\x18\x03 \x01(\x0b\x32\x13.headwater.v1.TokenH\x00\x12*\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x16.headwater.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x9d\x01\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x15\n\rprefill_group\x18\x03 \x01(\t\x12\x14\n\x0c\x64\x65\x63ode_group\x18\x04 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12\x12\n\nnum_chunks\x18\x06 \x01(\r\x12\x0c\n\x04seed\x18\x07 \x01(\x06\"5\n\x08Progress\x12\x13\n\x0btokens_done\x18\x01 \x01(\r\x12\x14\n\x0ctokens_total\x18\x02 \x01(\r\"0\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\"\xce\x01\n\x08\x46inished\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.headwater.v1.FinishReason\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12%\n\x04ttft\x18\x05 \x01(\x0b\x32\x17.headwater.v1.TtftParts\x12(\n commit_after_first_token_seconds\x18\x06 \x01(\x01\"\x97\x01\n\tTtftParts\x12\r\n\x05total\x18\x01 \x01(\x01\x12\x10\n\x08tokenize\x18\x02 \x01(\x01\x12\x0c\n\x04pair\x18\x03 \x01(\x01\x12\r\n\x05queue\x18\x04 \x01(\x01\x12\x14\n\x0c\x66irst_chunks\x18\x05 \x01(\x01\x12\x12\n\nlast_chunk\x18\x06 \x01(\x01\x12\x11\n\thand_over\x18\x07 \x01(\x01\x12\x0f\n\x07\x64\x65liver\x18\x08 \x01(\x01\"/\n\x0c\x44rainRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"\x0f\n\rDrainResponse\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"\x0f\n\rStatusRequest\"\x97\x02\n\x0bGroupStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\r\n\x05\x65poch\x18\x06 \x01(\t\x12\x0e\n\x06layout\x18\x07 \x01(\t\x12\x13\n\x0bused_tokens\x18\x08 \x01(\x04\x12\x17\n\x0f\x63\x61pacity_tokens\x18\t \x01(\x04\x12\x17\n\x0f\x61\x63tive_requests\x18\n \x01(\r\x12\x11\n\ttransport\x18\x0b \x01(\t\x12\x19\n\x11metrics_addresses\x18\x0c \x03(\t\x12\x0f\n\x07\x62reaker\x18\r \x01(\t\x12\x17\n\x0fqueued_requests\x18\x0e \x01(\r\"T\n\x0eStatusResponse\x12)\n\x06groups\x18\x01 \x03(\x0b\x32\x19.headwater.v1.GroupStatus\x12\x17\n\x0fmetrics_address\x18\x02 \x01(\t2\xa8\x02\n\rRouterService\x12K\n\x08Generate\x12\x1d.headwater.v1.GenerateRequest\x1a\x1e.headwater.v1.GenerateResponse0\x01\x12\x43\n\x06Status\x12\x1b.headwater.v1.StatusRequest\x1a\x1c.headwater.v1.StatusResponse\x12@\n\x05\x44rain\x12\x1a.headwater.v1.DrainRequest\x1a\x1b.headwater.v1.DrainResponse\x12\x43\n\x06\x43\x61ncel\x12\x1b.headwater.v1.CancelRequest\x1a\x1c.headwater.v1.CancelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,25 +39,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAT']._serialized_start=141
   _globals['_CHAT']._serialized_end=192
   _globals['_GENERATEREQUEST']._serialized_start=195
-  _globals['_GENERATEREQUEST']._serialized_end=459
-  _globals['_GENERATERESPONSE']._serialized_start=462
-  _globals['_GENERATERESPONSE']._serialized_end=659
-  _globals['_ACCEPTED']._serialized_start=662
-  _globals['_ACCEPTED']._serialized_end=819
-  _globals['_PROGRESS']._serialized_start=821
-  _globals['_PROGRESS']._serialized_end=874
-  _globals['_TOKEN']._serialized_start=876
-  _globals['_TOKEN']._serialized_end=924
-  _globals['_FINISHED']._serialized_start=927
-  _globals['_FINISHED']._serialized_end=1133
-  _globals['_TTFTPARTS']._serialized_start=1136
-  _globals['_TTFTPARTS']._serialized_end=1287
-  _globals['_STATUSREQUEST']._serialized_start=1289
-  _globals['_STATUSREQUEST']._serialized_end=1304
-  _globals['_GROUPSTATUS']._serialized_start=1307
-  _globals['_GROUPSTATUS']._serialized_end=1544
-  _globals['_STATUSRESPONSE']._serialized_start=1546
-  _globals['_STATUSRESPONSE']._serialized_end=1630
-  _globals['_ROUTERSERVICE']._serialized_start=1633
-  _globals['_ROUTERSERVICE']._serialized_end=1794
+  _globals['_GENERATEREQUEST']._serialized_end=477
+  _globals['_GENERATERESPONSE']._serialized_start=480
+  _globals['_GENERATERESPONSE']._serialized_end=677
+  _globals['_ACCEPTED']._serialized_start=680
+  _globals['_ACCEPTED']._serialized_end=837
+  _globals['_PROGRESS']._serialized_start=839
+  _globals['_PROGRESS']._serialized_end=892
+  _globals['_TOKEN']._serialized_start=894
+  _globals['_TOKEN']._serialized_end=942
+  _globals['_FINISHED']._serialized_start=945
+  _globals['_FINISHED']._serialized_end=1151
+  _globals['_TTFTPARTS']._serialized_start=1154
+  _globals['_TTFTPARTS']._serialized_end=1305
+  _globals['_DRAINREQUEST']._serialized_start=1307
+  _globals['_DRAINREQUEST']._serialized_end=1354
+  _globals['_DRAINRESPONSE']._serialized_start=1356
+  _globals['_DRAINRESPONSE']._serialized_end=1371
+  _globals['_CANCELREQUEST']._serialized_start=1373
+  _globals['_CANCELREQUEST']._serialized_end=1408
+  _globals['_CANCELRESPONSE']._serialized_start=1410
+  _globals['_CANCELRESPONSE']._serialized_end=1426
+  _globals['_STATUSREQUEST']._serialized_start=1428
+  _globals['_STATUSREQUEST']._serialized_end=1443
+  _globals['_GROUPSTATUS']._serialized_start=1446
+  _globals['_GROUPSTATUS']._serialized_end=1725
+  _globals['_STATUSRESPONSE']._serialized_start=1727
+  _globals['_STATUSRESPONSE']._serialized_end=1811
+  _globals['_ROUTERSERVICE']._serialized_start=1814
+  _globals['_ROUTERSERVICE']._serialized_end=2110
 # @@protoc_insertion_point(module_scope)

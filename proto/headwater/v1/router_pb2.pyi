@@ -95,6 +95,7 @@ class GenerateRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     max_tokens: _builtins.int
     """At least 1."""
@@ -104,6 +105,8 @@ class GenerateRequest(_message.Message):
     """Keep generating past end-of-sequence tokens (for benchmarks and tests)."""
     request_id: _builtins.str
     """Chosen by the client to find the request in logs; the router makes one when it is empty."""
+    priority: _builtins.int
+    """Higher goes first in the prefill group; see PrefillRequest."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -126,10 +129,11 @@ class GenerateRequest(_message.Message):
         stop: _abc.Iterable[_builtins.str] | None = ...,
         ignore_eos: _builtins.bool = ...,
         request_id: _builtins.str = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "has_seed", b"has_seed", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "has_seed", b"has_seed", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -173,7 +177,9 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class Accepted(_message.Message):
-    """The request is paired; prefill has been asked for."""
+    """The request is paired; prefill has been asked for. Comes again, and Progress begins again, when a group was lost and
+    the request is started anew on others; never after the first token.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -351,6 +357,77 @@ class TtftParts(_message.Message):
 Global___TtftParts: _TypeAlias = TtftParts  # noqa: Y015
 
 @_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    draining: _builtins.bool
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        draining: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "group", b"group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class CancelRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRequest: _TypeAlias = CancelRequest  # noqa: Y015
+
+@_typing.final
+class CancelResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelResponse: _TypeAlias = CancelResponse  # noqa: Y015
+
+@_typing.final
 class StatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -381,12 +458,14 @@ class GroupStatus(_message.Message):
     ACTIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESSES_FIELD_NUMBER: _builtins.int
+    BREAKER_FIELD_NUMBER: _builtins.int
+    QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
     address: _builtins.str
     state: _builtins.str
-    """"serving", "not_serving" or "unreachable"."""
+    """"serving", "draining", "not_serving" or "unreachable"."""
     detail: _builtins.str
     """Why it is not serving, or is not paired."""
     epoch: _builtins.str
@@ -398,6 +477,9 @@ class GroupStatus(_message.Message):
     active_requests: _builtins.int
     transport: _builtins.str
     """The transfer engine's transport in use: "tcp" or "rdma"."""
+    breaker: _builtins.str
+    """"closed", "open" or "half_open": this router's breaker for the group."""
+    queued_requests: _builtins.int
     @_builtins.property
     def metrics_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Where every process of the group serves /metrics."""
@@ -417,10 +499,12 @@ class GroupStatus(_message.Message):
         active_requests: _builtins.int = ...,
         transport: _builtins.str = ...,
         metrics_addresses: _abc.Iterable[_builtins.str] | None = ...,
+        breaker: _builtins.str = ...,
+        queued_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "capacity_tokens", b"capacity_tokens", "detail", b"detail", "epoch", b"epoch", "layout", b"layout", "metrics_addresses", b"metrics_addresses", "name", b"name", "role", b"role", "state", b"state", "transport", b"transport", "used_tokens", b"used_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "breaker", b"breaker", "capacity_tokens", b"capacity_tokens", "detail", b"detail", "epoch", b"epoch", "layout", b"layout", "metrics_addresses", b"metrics_addresses", "name", b"name", "queued_requests", b"queued_requests", "role", b"role", "state", b"state", "transport", b"transport", "used_tokens", b"used_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,6 +44,16 @@ class RouterServiceStub(object):
                 request_serializer=headwater_dot_v1_dot_router__pb2.StatusRequest.SerializeToString,
                 response_deserializer=headwater_dot_v1_dot_router__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/headwater.v1.RouterService/Drain',
+                request_serializer=headwater_dot_v1_dot_router__pb2.DrainRequest.SerializeToString,
+                response_deserializer=headwater_dot_v1_dot_router__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/headwater.v1.RouterService/Cancel',
+                request_serializer=headwater_dot_v1_dot_router__pb2.CancelRequest.SerializeToString,
+                response_deserializer=headwater_dot_v1_dot_router__pb2.CancelResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer(object):
@@ -63,6 +73,20 @@ class RouterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Has a group refuse new requests, or take them again; what runs there goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cancel(self, request, context):
+        """Ends a running request on both groups.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +99,16 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=headwater_dot_v1_dot_router__pb2.StatusRequest.FromString,
                     response_serializer=headwater_dot_v1_dot_router__pb2.StatusResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=headwater_dot_v1_dot_router__pb2.DrainRequest.FromString,
+                    response_serializer=headwater_dot_v1_dot_router__pb2.DrainResponse.SerializeToString,
+            ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=headwater_dot_v1_dot_router__pb2.CancelRequest.FromString,
+                    response_serializer=headwater_dot_v1_dot_router__pb2.CancelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +165,60 @@ class RouterService(object):
             '/headwater.v1.RouterService/Status',
             headwater_dot_v1_dot_router__pb2.StatusRequest.SerializeToString,
             headwater_dot_v1_dot_router__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headwater.v1.RouterService/Drain',
+            headwater_dot_v1_dot_router__pb2.DrainRequest.SerializeToString,
+            headwater_dot_v1_dot_router__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headwater.v1.RouterService/Cancel',
+            headwater_dot_v1_dot_router__pb2.CancelRequest.SerializeToString,
+            headwater_dot_v1_dot_router__pb2.CancelResponse.FromString,
             options,
             channel_credentials,
             insecure,

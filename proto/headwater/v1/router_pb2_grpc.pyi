@@ -35,6 +35,10 @@ class RouterServiceStub:
     """Runs one prompt: prefill on one group, decode on another, tokens streamed as they come."""
     Status: _grpc.UnaryUnaryMultiCallable[_router_pb2.StatusRequest, _router_pb2.StatusResponse]
     """What the router knows of its groups."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_router_pb2.DrainRequest, _router_pb2.DrainResponse]
+    """Has a group refuse new requests, or take them again; what runs there goes on."""
+    Cancel: _grpc.UnaryUnaryMultiCallable[_router_pb2.CancelRequest, _router_pb2.CancelResponse]
+    """Ends a running request on both groups."""
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -43,6 +47,10 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """Runs one prompt: prefill on one group, decode on another, tokens streamed as they come."""
     Status: _aio.UnaryUnaryMultiCallable[_router_pb2.StatusRequest, _router_pb2.StatusResponse]  # type: ignore[assignment]
     """What the router knows of its groups."""
+    Drain: _aio.UnaryUnaryMultiCallable[_router_pb2.DrainRequest, _router_pb2.DrainResponse]  # type: ignore[assignment]
+    """Has a group refuse new requests, or take them again; what runs there goes on."""
+    Cancel: _aio.UnaryUnaryMultiCallable[_router_pb2.CancelRequest, _router_pb2.CancelResponse]  # type: ignore[assignment]
+    """Ends a running request on both groups."""
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -60,5 +68,21 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.StatusResponse, _abc.Awaitable[_router_pb2.StatusResponse]]:
         """What the router knows of its groups."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _router_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.DrainResponse, _abc.Awaitable[_router_pb2.DrainResponse]]:
+        """Has a group refuse new requests, or take them again; what runs there goes on."""
+
+    @_abc_1.abstractmethod
+    def Cancel(
+        self,
+        request: _router_pb2.CancelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.CancelResponse, _abc.Awaitable[_router_pb2.CancelResponse]]:
+        """Ends a running request on both groups."""
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -78,16 +78,25 @@ class Supervisor:
             self._log_dir.mkdir(parents=True, exist_ok=True)
         try:
             for process in self.placed:
-                self.children[process.name] = Child(
-                    process.name,
-                    [*self._program, *process.arguments],
-                    # A thread that spins while it waits takes the core of the process it waits for.
-                    {"OMP_NUM_THREADS": str(process.threads), "OMP_WAIT_POLICY": "passive"},
-                    self._log_dir / f"{process.name}.log" if self._log_dir else None,
-                )
+                self.children[process.name] = self._child(process)
         except OSError:
             self.stop()
             raise
+
+    def restart(self, name: str) -> None:
+        """Starts a process anew that has ended, or is ending. Call it in the thread that called `start`."""
+        self.children[name].reap(self._stop_seconds)
+        (process,) = (process for process in self.placed if process.name == name)
+        self.children[name] = self._child(process)
+
+    def _child(self, process: Placed) -> Child:
+        return Child(
+            process.name,
+            [*self._program, *process.arguments],
+            # A thread that spins while it waits takes the core of the process it waits for.
+            {"OMP_NUM_THREADS": str(process.threads), "OMP_WAIT_POLICY": "passive"},
+            self._log_dir / f"{process.name}.log" if self._log_dir else None,
+        )
 
     def wait_ready(self, deadline_seconds: float) -> None:
         """`ready` for callers without an event loop."""

@@ -4,6 +4,8 @@ python -m tests.campaign answers    20 prompts of 1 to 6,000 tokens on PP∈{1,2
                                     tiny Llama, Qwen2 and Qwen3 models on PP2·TP2, against single-process transformers
 python -m tests.campaign transfer   N random histories of transfers under faults (tests/kv_transfer/machine.py);
                                     they wait as much as they compute, so --jobs of twice the cores is best
+python -m tests.campaign cluster    a cluster under load whose groups are killed, stopped, restarted and drained for
+                                    --minutes (tests/chaos.py)
 python -m tests.campaign rdma       all of tests/rdma over Soft-RoCE, in a virtual machine
 """
 
@@ -20,7 +22,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests import answers, tiny_models
+from tests import answers, chaos, tiny_models
 from tests.harness import model_folder
 from tests.kv_transfer.machine import TransferMachine
 from tests.oracle import Oracle, prompts
@@ -95,6 +97,19 @@ def run_transfer_jobs(runs: int, jobs: int) -> int:
     return int(failed)
 
 
+def run_cluster(minutes: float, seed: int) -> int:
+    """Returns 1 when a request got wrong tokens, hung, or something leaked."""
+    with tempfile.TemporaryDirectory() as folder:
+        _say(f"seed {seed}")
+        it = chaos.run(Path(folder), 60 * minutes, seed)
+    for line in it.wrong:
+        _say(f"  {line}")
+    _say(f"{dict(it.happened)}")
+    answered = it.happened["answered"]
+    _say(f"{'FAILED' if it.wrong else 'passed'}: {answered} answers, {len(it.wrong)} wrong or hung, 0 leaks")
+    return 1 if it.wrong else 0
+
+
 def run_rdma() -> int:
     """Returns the script's exit status."""
     script = Path(__file__).parent / "rdma" / "run.sh"
@@ -116,15 +131,19 @@ def _say(line: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
-    parser.add_argument("campaign", choices=["answers", "transfer", "rdma"])
+    parser.add_argument("campaign", choices=["answers", "transfer", "cluster", "rdma"])
     parser.add_argument("--layouts", help="of answers: for example 2x1,3x3 (PP x TP); default: all")
     parser.add_argument("--runs", type=int, default=10_000, help="of transfer")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of cluster")
+    parser.add_argument("--seed", type=int, default=0, help="of cluster: which troubles come")
     parser.add_argument("--jobs", type=int, default=1, help="of transfer: processes that share the runs")
     arguments = parser.parse_args()
     if arguments.campaign == "transfer" and arguments.jobs > 1:
         return run_transfer_jobs(arguments.runs, arguments.jobs)
     if arguments.campaign == "transfer":
         return run_transfer(arguments.runs)
+    if arguments.campaign == "cluster":
+        return run_cluster(arguments.minutes, arguments.seed)
     if arguments.campaign == "rdma":
         return run_rdma()
     layouts = answers.LAYOUTS

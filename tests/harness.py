@@ -83,7 +83,8 @@ def processes(cluster: Cluster, path: Path, names: Sequence[str], log_dir: Path)
     """Runs the named processes of a cluster file. Leaves when all of them, and their workers, have ended."""
     placed = [process for process in place(cluster, path) if process.name in names]
     assert {process.name for process in placed} == set(names)
-    supervisor = Supervisor(placed, stop_seconds=2 * cluster.deadlines.stop, log_dir=log_dir)
+    stop_seconds = cluster.deadlines.drain + 2 * cluster.deadlines.stop
+    supervisor = Supervisor(placed, stop_seconds=stop_seconds, log_dir=log_dir)
     with no_leaks([_port(process) for process in placed]):
         supervisor.start()
         try:
@@ -150,9 +151,9 @@ async def ask(address: str, token_ids: Sequence[int], max_tokens: int, **options
     return Answer(tokens, text, finished, accepted, kinds)
 
 
-async def until_paired(router: str, group: str) -> None:
+async def until_paired(router: str, group: str, seconds: float = 20) -> None:
     """Returns when the router would give work to `group`, which has a health service of its name there."""
-    async with open_channel(router) as channel, asyncio.timeout(20):
+    async with open_channel(router) as channel, asyncio.timeout(seconds):
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=group))
         async for answer in watch:
             if answer.status == health_pb2.HealthCheckResponse.SERVING:

@@ -1,0 +1,290 @@
+"""The router alone, against groups that answer at once: what it adds to the first token, and how much it takes.
+
+    python -m benchmarks.router [--requests 100000] [--seconds 20] [--json FILE]
+
+One core for the router process; groups and clients share another. Every request has a prompt of 48 token ids and an
+answer of 4 tokens, which is 5 messages to the client and 9 from the two groups.
+
+added: 200 requests a second, at even distances, by the router and directly in turn. Directly: a client opens Decode,
+    has the grant, opens Prefill and has the first token. What the router adds is the difference to the median of that.
+throughput: as many requests as 64 clients can ask one after the other, and what a request costs the router's core.
+    The clients and the groups are Python on one core, too: where they are the limit, the second number says more.
+streams: 2,000 requests under way at once.
+memory: the router's resident set, from after the first tenth of --requests to the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.report import write_json
+from headwater.client import AsyncClient, prompt_request
+from headwater.cluster import parse_cluster
+from headwater.rpc import Server, open_channel
+from headwater.tokens import pack
+from headwater.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, router_pb2
+from router.server import running_router
+from tests.harness import free_ports
+from tests.router.fakes import tiny_geometry, tiny_model
+
+PROMPT = [7] * 48
+NUM_ANSWER = 4
+RATE, NUM_CLIENTS, NUM_STREAMS = 200, 64, 2000
+# A request whose seed is this gets its answer's end only when all streams are open.
+_HELD = 99
+
+
+class Prefill(prefill_pb2_grpc.PrefillServiceServicer):
+    """Has the first token at once."""
+
+    async def Prefill(  # noqa: N802 - gRPC's name
+        self, request: prefill_pb2.PrefillRequest, context: object
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        yield prefill_pb2.PrefillResponse(scheduled=prefill_pb2.PrefillScheduled(num_chunks=1))
+        yield prefill_pb2.PrefillResponse(chunk_done=prefill_pb2.ChunkDone(token_end=len(PROMPT)))
+        yield prefill_pb2.PrefillResponse(first_token=prefill_pb2.FirstToken(token_id=5))
+        yield prefill_pb2.PrefillResponse(completed=prefill_pb2.PrefillCompleted())
+
+    async def DescribePrefill(  # noqa: N802 - gRPC's name
+        self, request: prefill_pb2.DescribePrefillRequest, context: object
+    ) -> prefill_pb2.DescribePrefillResponse:
+        return prefill_pb2.DescribePrefillResponse(
+            epoch="e",
+            serving=True,
+            geometry=tiny_geometry(),
+            chunk_tokens=64,
+            capacity_tokens=1 << 40,
+            free_tokens=1 << 40,
+        )
+
+
+class Decode(decode_pb2_grpc.DecodeServiceServicer):
+    """Has the KV and the answer at once."""
+
+    def __init__(self) -> None:
+        self._held = 0
+        self._all_held = asyncio.Event()
+
+    async def Decode(  # noqa: N802 - gRPC's name
+        self, request: decode_pb2.DecodeRequest, context: object
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        grant = common_pb2.Grant(transfer_id=request.transfer_id, attempt=request.attempt)
+        yield decode_pb2.DecodeResponse(grant=grant)
+        if request.sampling.seed == _HELD:
+            self._held += 1
+            if self._held == NUM_STREAMS:
+                self._all_held.set()
+            await self._all_held.wait()
+        yield decode_pb2.DecodeResponse(committed=decode_pb2.Committed())
+        for index in range(1, NUM_ANSWER):
+            yield decode_pb2.DecodeResponse(token=decode_pb2.DecodedToken(token_id=5, index=index))
+        finished = decode_pb2.DecodeFinished(reason=common_pb2.FINISH_REASON_LENGTH, num_generated_tokens=NUM_ANSWER)
+        yield decode_pb2.DecodeResponse(finished=finished)
+
+    async def DescribeDecode(  # noqa: N802 - gRPC's name
+        self, request: decode_pb2.DescribeDecodeRequest, context: object
+    ) -> decode_pb2.DescribeDecodeResponse:
+        return decode_pb2.DescribeDecodeResponse(
+            epoch="e", serving=True, geometry=tiny_geometry(), capacity_tokens=1 << 40, free_tokens=1 << 40
+        )
+
+
+async def serve_router(ports: list[int]) -> None:
+    """The router process."""
+    os.sched_setaffinity(0, {0})
+    cluster = parse_cluster(
+        f'[model]\npath = "unused"\n[router]\naddress = "127.0.0.1:{ports[0]}"\n'
+        f'[[prefill]]\nname = "p"\naddress = "127.0.0.1:{ports[1]}"\n'
+        f'[[decode]]\nname = "d"\naddress = "127.0.0.1:{ports[2]}"\n'
+    )
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    async with running_router(cluster, tiny_model()):
+        print("serving", flush=True)
+        await stop.wait()
+
+
+def request(seed: int = 1) -> router_pb2.GenerateRequest:
+    return prompt_request(PROMPT, NUM_ANSWER, seed=seed, ignore_eos=True)
+
+
+async def by_router(client: AsyncClient) -> float:
+    """Seconds to the first token."""
+    began, first = time.perf_counter(), 0.0
+    async for event in client.generate(request()):
+        if event.HasField("token") and not first:
+            first = time.perf_counter() - began
+    return first
+
+
+class Direct:
+    """A client that is its own router."""
+
+    def __init__(self, prefill: str, decode: str) -> None:
+        self._channels = [open_channel(prefill), open_channel(decode)]
+        self._prefill = prefill_pb2_grpc.PrefillServiceStub(self._channels[0])
+        self._decode = decode_pb2_grpc.DecodeServiceStub(self._channels[1])
+        self._packed = pack(PROMPT)
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+    async def first_token(self) -> float:
+        """Seconds to the first token."""
+        began, first = time.perf_counter(), 0.0
+        decoding = self._decode.Decode(decode_pb2.DecodeRequest(transfer_id="t", attempt=1))
+        events = aiter(decoding)
+        await anext(events)
+        async for event in self._prefill.Prefill(prefill_pb2.PrefillRequest(request_id="r", tokens=self._packed)):
+            if event.HasField("first_token"):
+                first = time.perf_counter() - began
+        async for _ in events:
+            pass
+        return first
+
+
+async def added(client: AsyncClient, direct: Direct, seconds: float) -> dict[str, Any]:
+    for _ in range(50):
+        await by_router(client)
+        await direct.first_token()
+    found: dict[str, list[float]] = {"router": [], "direct": []}
+    for _ in range(2):
+        for name in found:
+            tasks = []
+            began = time.perf_counter()
+            for number in range(int(RATE * seconds / 4)):
+                await asyncio.sleep(max(0.0, began + number / RATE - time.perf_counter()))
+                tasks.append(asyncio.ensure_future(by_router(client) if name == "router" else direct.first_token()))
+            found[name] += await asyncio.gather(*tasks)
+    base = statistics.median(found["direct"])
+    late = sorted(1e3 * (value - base) for value in found["router"])
+    own = sorted(1e3 * (value - base) for value in found["direct"])
+    return {
+        "direct_p50_ms": round(1e3 * base, 3),
+        "direct_p99_over_p50_ms": round(own[len(own) * 99 // 100], 3),
+        "added_p50_ms": round(late[len(late) // 2], 3),
+        "added_p99_ms": round(late[len(late) * 99 // 100], 3),
+    }
+
+
+async def throughput(client: AsyncClient, router: psutil.Process, requests: int) -> dict[str, Any]:
+    """And memory."""
+    left = iter(range(requests))
+
+    async def ask() -> None:
+        for _ in left:
+            await by_router(client)
+
+    async def asked(count: int) -> float:
+        nonlocal left
+        left = iter(range(count))
+        began = time.perf_counter()
+        await asyncio.gather(*(ask() for _ in range(NUM_CLIENTS)))
+        return time.perf_counter() - began
+
+    await asked(requests // 10)
+    before, cpu = router.memory_info().rss, sum(router.cpu_times()[:2])
+    seconds = await asked(requests - requests // 10)
+    cpu = sum(router.cpu_times()[:2]) - cpu
+    done = requests - requests // 10
+    return {
+        "requests_per_s": round(done / seconds, 1),
+        "router_core_share": round(cpu / seconds, 3),
+        "requests_per_s_of_router_core": round(done / cpu, 1),
+        "rss_growth_mb": round((router.memory_info().rss - before) / 2**20, 1),
+        "requests": requests,
+    }
+
+
+async def streams(client: AsyncClient) -> dict[str, Any]:
+    open_now = peak = 0
+
+    async def ask() -> int:
+        nonlocal open_now, peak
+        tokens = 0
+        async for event in client.generate(request(_HELD)):
+            if event.HasField("token"):
+                tokens += 1
+                if tokens == 1:
+                    open_now += 1
+                    peak = max(peak, open_now)
+        open_now -= 1
+        return tokens
+
+    answers = await asyncio.gather(*(ask() for _ in range(NUM_STREAMS)))
+    if set(answers) != {NUM_ANSWER}:
+        raise RuntimeError(f"answers of {sorted(set(answers))} tokens")
+    return {"peak_streams": peak}
+
+
+async def measure(requests: int, seconds: float) -> dict[str, Any]:
+    os.sched_setaffinity(0, {1})
+    ports = free_ports(3)
+    prefill = Server(f"127.0.0.1:{ports[1]}", [])
+    decode = Server(f"127.0.0.1:{ports[2]}", [])
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(Prefill(), prefill.grpc_server)
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(Decode(), decode.grpc_server)
+    await prefill.start()
+    await decode.start()
+    command = [sys.executable, "-m", "benchmarks.router", "--router", *map(str, ports)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        await process.stdout.readline()
+        direct = Direct(prefill.address, decode.address)
+        async with AsyncClient(f"127.0.0.1:{ports[0]}") as client:
+            numbers = await added(client, direct, seconds)
+            numbers |= await streams(client)
+            numbers |= await throughput(client, psutil.Process(process.pid), requests)
+        await direct.close()
+    finally:
+        process.terminate()
+        await process.wait()
+        await prefill.stop(0)
+        await decode.stop(0)
+    return numbers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.router", description=__doc__)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of added")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--router", type=int, nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.router:
+        asyncio.run(serve_router(arguments.router))
+        return
+    numbers = asyncio.run(measure(arguments.requests, arguments.seconds))
+    bounds = {
+        "added_p50_ms": "≤ 2",
+        "added_p99_ms": "≤ 10",
+        "requests_per_s": "≥ 1000",
+        "peak_streams": f"≥ {NUM_STREAMS}",
+        "rss_growth_mb": "flat",
+    }
+    table = Table("figure", "measured", "bound")
+    for key, value in numbers.items():
+        table.add_row(key, f"{value:g}", bounds.get(key, ""))
+    Console().print(table)
+    if arguments.json:
+        write_json(arguments.json, numbers)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 
 from headwater.errors import InvalidConfig
+from headwater.security import credentials
 
 
 class MetricsServer:
@@ -21,7 +22,16 @@ class MetricsServer:
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry = REGISTRY) -> None:
         try:
-            self._server, self._thread = start_http_server(port, host.strip("[]"), registry)
+            own = credentials()
+            self._server, self._thread = start_http_server(
+                port,
+                host.strip("[]"),
+                registry,
+                certfile=own.cert or None,
+                keyfile=own.key or None,
+                client_cafile=own.ca if own.mutual else None,
+                client_auth_required=own.mutual,
+            )
         except OSError as error:
             raise InvalidConfig(
                 f"cannot serve metrics on {host}:{port}: {error.strerror or error}. "

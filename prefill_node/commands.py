@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from headwater.cluster import DTYPES, load_cluster
 from headwater.lifecycle import configure_logging
+from headwater.security import use
 
 if TYPE_CHECKING:
     # argparse has no public name for what add_subparsers returns.
@@ -71,6 +72,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from prefill_node.group import serve  # noqa: PLC0415 - each command loads only what it needs
 
     cluster = load_cluster(arguments.cluster, arguments.dtype)
+    use(cluster.security)
     configure_logging(arguments.name, cluster.log_level)
     return asyncio.run(serve(cluster, arguments.name))
 
@@ -85,6 +87,7 @@ def _trace(arguments: argparse.Namespace) -> int:
     from prefill_node.trace import default_file_name, fetch_trace, write_trace  # noqa: PLC0415
 
     cluster = load_cluster(arguments.cluster)
+    use(cluster.security)
     groups = cluster.prefill if arguments.group is None else (cluster.prefill_named(arguments.group),)
     request_id: str = arguments.request
     group, response = asyncio.run(fetch_trace(request_id, groups, cluster.deadlines.reply))

@@ -19,6 +19,7 @@ import grpc
 from headwater.errors import PeerUnavailable
 from headwater.lifecycle import get_logger
 from headwater.rpc import open_channel
+from headwater.security import credentials
 from headwater.v1 import worker_pb2, worker_pb2_grpc
 from prefill_node.frames import Frames
 
@@ -113,7 +114,10 @@ class Control:
         ended: asyncio.Future[str] = self._loop.create_future()
         frames = self._frames = Frames(self._take, ended.set_result, joined.silence_seconds)
         host = self._leader.rpartition(":")[0].strip("[]")
-        await self._loop.create_connection(lambda: frames, host, joined.port)
+        secure = credentials().context(server=False)
+        await self._loop.create_connection(
+            lambda: frames, host, joined.port, ssl=secure, server_hostname=host if secure else None
+        )
         frames.send(joined.token)
         leaving: asyncio.Future[Any] = asyncio.ensure_future(self._leaving.wait())
         either: set[asyncio.Future[Any]] = {ended, leaving}

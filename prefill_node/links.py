@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from headwater.errors import DeadlinePassed, InvalidConfig, PeerUnavailable, StalePeer
 from headwater.lifecycle import get_logger
+from headwater.security import credentials
 from headwater.v1 import worker_pb2
 from prefill_node.frames import Frames
 
@@ -110,7 +111,9 @@ class WorkerLinks:
             DeadlinePassed: not all ranks were ready in time.
         """
         host = address.rpartition(":")[0].strip("[]")
-        self._server = await asyncio.get_running_loop().create_server(self._connection, host, 0)
+        self._server = await asyncio.get_running_loop().create_server(
+            self._connection, host, 0, ssl=credentials().context(server=True)
+        )
         for rank in self._local_ranks:
             await self._spawn(rank, address)
         try:
@@ -224,6 +227,7 @@ class WorkerLinks:
         threads = str(self._configs[rank].num_threads)
         # Passive waiting: a spinning OpenMP thread takes the core of the process it waits for.
         environment = os.environ | {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
+        environment |= credentials().environment()
         # Own session: Ctrl-C in a terminal reaches the leader only, which then ends its workers in order.
         process = await asyncio.create_subprocess_exec(*command, env=environment, start_new_session=True)
         self._processes[rank] = process

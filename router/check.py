@@ -11,6 +11,7 @@ from pathlib import Path
 from headwater.cluster import Cluster, Decode, Prefill
 from headwater.errors import InvalidConfig, ModelFolderError
 from headwater.rpc import require_free_port
+from headwater.security import credentials
 from headwater.v1 import common_pb2
 from kv_transfer.geometry import CellSize, geometry_of
 from kv_transfer.model_folder import ModelFolder, check_parallel, layer_boundaries, read_model_folder
@@ -59,7 +60,20 @@ def check_cluster(cluster: Cluster) -> Report:
         problems += [f"decode {node.name}: {problem}" for problem in _decode_problems(cluster, node, folder)]
         rows.append(_decode_row(cluster, node, folder))
     problems += [f"{row.role} {row.name}: {problem}" for row in rows if row.here for problem in _taken(row.address)]
+    problems += [f"security: {problem}" for problem in _security_problems(rows)]
     return Report(tuple(rows), tuple(problems), tuple(_notes(cluster, folder)))
+
+
+def _security_problems(rows: list[Row]) -> Iterator[str]:
+    try:
+        for server in (True, False):
+            credentials().context(server=server)
+        _ = credentials().token
+        for row in rows:
+            if row.here:
+                credentials().check_listening(row.address)
+    except InvalidConfig as error:
+        yield str(error)
 
 
 def _missing_roles(cluster: Cluster) -> list[str]:

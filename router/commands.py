@@ -13,6 +13,7 @@ from headwater.client import Client, prompt_request
 from headwater.cluster import Cluster, load_cluster
 from headwater.errors import InvalidRequest
 from headwater.lifecycle import configure_logging
+from headwater.security import use
 from headwater.v1 import router_pb2
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from router.server import serve  # noqa: PLC0415 - each command loads only what it needs
 
     cluster = load_cluster(arguments.cluster)
+    use(cluster.security)
     configure_logging(cluster.router.name, cluster.log_level)
     return asyncio.run(serve(cluster))
 
@@ -122,6 +124,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _up(arguments: argparse.Namespace) -> int:
     from router.up import run_up  # noqa: PLC0415
 
+    use(load_cluster(arguments.cluster).security)
     return asyncio.run(run_up(arguments.cluster, arguments.log_dir))
 
 
@@ -129,7 +132,9 @@ def _check(arguments: argparse.Namespace) -> int:
     from router.check import check_cluster  # noqa: PLC0415
     from router.show import show_check  # noqa: PLC0415
 
-    report = check_cluster(load_cluster(arguments.cluster))
+    cluster = load_cluster(arguments.cluster)
+    use(cluster.security)
+    report = check_cluster(cluster)
     show_check(report)
     return _EXIT_PROBLEMS if report.problems else 0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from headwater.cluster import Cluster
 from headwater.lifecycle import get_logger
 from headwater.rpc import Server
+from headwater.security import credentials
 from headwater.stopping import Stopping
 from headwater.v1 import router_pb2, router_pb2_grpc
 from kv_transfer.metrics_server import MetricsServer
@@ -60,7 +61,7 @@ async def running_router(cluster: Cluster, model: ServedModel, stopping: Stoppin
     Raises:
         InvalidConfig: an address cannot be listened on.
     """
-    server = Server(cluster.router.address, [SERVICE])
+    server = Server(cluster.router.address, [SERVICE], credentials().token)
 
     async def on_change(snapshot: Snapshot) -> None:
         serving = {group.name: group.serving for group in snapshot.prefill}

@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headwater.cluster import load_cluster
 from headwater.errors import DeadlinePassed, PeerUnavailable, from_rpc_error
 from headwater.rpc import open_channel
+from headwater.security import credentials
 from router.child import Child
 from router.placement import Placed, place
 
@@ -94,7 +95,8 @@ class Supervisor:
             process.name,
             [*self._program, *process.arguments],
             # A thread that spins while it waits takes the core of the process it waits for.
-            {"OMP_NUM_THREADS": str(process.threads), "OMP_WAIT_POLICY": "passive"},
+            # A worker of another host's leader reads no cluster file.
+            credentials().environment() | {"OMP_NUM_THREADS": str(process.threads), "OMP_WAIT_POLICY": "passive"},
             self._log_dir / f"{process.name}.log" if self._log_dir else None,
         )
 

@@ -21,6 +21,7 @@ CODES: dict[type[HeadwaterError], grpc.StatusCode] = {
     errors.InvalidConfig: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ModelFolderError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.UnsupportedModel: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.DuplicateTransfer: grpc.StatusCode.ALREADY_EXISTS,
     errors.IllegalEvent: grpc.StatusCode.INTERNAL,
     errors.CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from headwater import security
 from headwater.errors import InvalidConfig
 from headwater.rpc import Server, open_channel
 from headwater.v1 import prefill_pb2, prefill_pb2_grpc
@@ -156,7 +157,9 @@ def test_taken_port_is_refused_with_a_way_out() -> None:
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1:0", "192.0.2.1:50000", "no-such-host.invalid:50000"])
-def test_address_of_another_host_is_refused(address: str) -> None:
+def test_address_of_another_host_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(security, "_current", security.Credentials(allow_plain_text=True))
+
     async def run() -> None:
         Server(address, [])
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from headwater.cluster import DTYPES, load_cluster
 from headwater.lifecycle import configure_logging
+from headwater.security import use
 
 if TYPE_CHECKING:
     # argparse has no public name for what add_subparsers returns.
@@ -30,5 +31,6 @@ def _serve(arguments: argparse.Namespace) -> int:
     from kv_transfer.connectors.node import serve  # noqa: PLC0415 - loads torch
 
     cluster = load_cluster(arguments.cluster, arguments.dtype)
+    use(cluster.security)
     configure_logging(arguments.name, cluster.log_level)
     return asyncio.run(serve(cluster, arguments.name))

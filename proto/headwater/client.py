@@ -22,6 +22,7 @@ import grpc
 from headwater.cluster import Deadlines
 from headwater.errors import from_rpc_error
 from headwater.rpc import open_blocking_channel, open_channel
+from headwater.security import credentials
 from headwater.v1 import common_pb2, router_pb2, router_pb2_grpc
 
 _REPLY_SECONDS = Deadlines().reply
@@ -104,9 +105,11 @@ class Client:
 
     Args:
         address: "host:port".
+        token: of the router's API; None: this process's (`headwater.security`), if it has one.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, token: str | None = None) -> None:
+        self._metadata = _authorization(token)
         self._peer = f"router at {address}"
         self._channel = open_blocking_channel(address)
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
@@ -119,7 +122,7 @@ class Client:
 
     def generate(self, request: router_pb2.GenerateRequest) -> Generator[router_pb2.GenerateResponse, None, None]:
         """The answer's events as they come."""
-        call = self._stub.Generate(request)
+        call = self._stub.Generate(request, metadata=self._metadata)
         try:
             yield from call
         except grpc.RpcError as error:
@@ -137,23 +140,30 @@ class Client:
     def status(self) -> router_pb2.StatusResponse:
         """What the router knows of its groups."""
         with _as_headwater_error(self._peer):
-            return self._stub.Status(router_pb2.StatusRequest(), timeout=_REPLY_SECONDS)
+            return self._stub.Status(router_pb2.StatusRequest(), timeout=_REPLY_SECONDS, metadata=self._metadata)
 
     def drain(self, group: str, *, draining: bool) -> None:
         """Has a group refuse new requests, or take them again; what runs there goes on."""
         with _as_headwater_error(self._peer):
-            self._stub.Drain(router_pb2.DrainRequest(group=group, draining=draining), timeout=2 * _REPLY_SECONDS)
+            self._stub.Drain(
+                router_pb2.DrainRequest(group=group, draining=draining),
+                timeout=2 * _REPLY_SECONDS,
+                metadata=self._metadata,
+            )
 
     def cancel(self, request_id: str) -> None:
         """Ends a running request."""
         with _as_headwater_error(self._peer):
-            self._stub.Cancel(router_pb2.CancelRequest(request_id=request_id), timeout=_REPLY_SECONDS)
+            self._stub.Cancel(
+                router_pb2.CancelRequest(request_id=request_id), timeout=_REPLY_SECONDS, metadata=self._metadata
+            )
 
 
 class AsyncClient:
     """One channel to a router, on asyncio. See `Client`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, token: str | None = None) -> None:
+        self._metadata = _authorization(token)
         self._peer = f"router at {address}"
         self._channel = open_channel(address)
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
@@ -168,7 +178,7 @@ class AsyncClient:
 
     async def generate(self, request: router_pb2.GenerateRequest) -> AsyncGenerator[router_pb2.GenerateResponse, None]:
         """The answer's events as they come."""
-        call = self._stub.Generate(request)
+        call = self._stub.Generate(request, metadata=self._metadata)
         try:
             async for response in call:
                 yield response
@@ -188,17 +198,28 @@ class AsyncClient:
     async def status(self) -> router_pb2.StatusResponse:
         """What the router knows of its groups."""
         with _as_headwater_error(self._peer):
-            return await self._stub.Status(router_pb2.StatusRequest(), timeout=_REPLY_SECONDS)
+            return await self._stub.Status(router_pb2.StatusRequest(), timeout=_REPLY_SECONDS, metadata=self._metadata)
 
     async def drain(self, group: str, *, draining: bool) -> None:
         """Has a group refuse new requests, or take them again; what runs there goes on."""
         with _as_headwater_error(self._peer):
-            await self._stub.Drain(router_pb2.DrainRequest(group=group, draining=draining), timeout=2 * _REPLY_SECONDS)
+            await self._stub.Drain(
+                router_pb2.DrainRequest(group=group, draining=draining),
+                timeout=2 * _REPLY_SECONDS,
+                metadata=self._metadata,
+            )
 
     async def cancel(self, request_id: str) -> None:
         """Ends a running request."""
         with _as_headwater_error(self._peer):
-            await self._stub.Cancel(router_pb2.CancelRequest(request_id=request_id), timeout=_REPLY_SECONDS)
+            await self._stub.Cancel(
+                router_pb2.CancelRequest(request_id=request_id), timeout=_REPLY_SECONDS, metadata=self._metadata
+            )
+
+
+def _authorization(token: str | None) -> tuple[tuple[str, str], ...]:
+    token = credentials().token if token is None else token
+    return (("authorization", f"Bearer {token}"),) if token else ()
 
 
 @contextlib.contextmanager

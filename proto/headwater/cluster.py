@@ -168,6 +168,21 @@ class Deadlines(Struct, frozen=True, forbid_unknown_fields=True):
     drain: Seconds = 30.0
 
 
+class Security(Struct, frozen=True, forbid_unknown_fields=True):
+    """Of every process; see `headwater.security`. All are paths, the same on every host."""
+
+    # PEM files: who signs, this host's certificate (for every address in this file that is this host's), its key.
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    # Servers ask for a certificate that tls_ca has signed, of clients too.
+    mutual: bool = True
+    # A file with the token that clients of the router must send ("authorization: Bearer ...").
+    token_file: str = ""
+    # Without a certificate: listen on addresses that others can reach.
+    allow_plain_text: bool = False
+
+
 class Cluster(Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
@@ -176,6 +191,7 @@ class Cluster(Struct, frozen=True, forbid_unknown_fields=True):
     prefill: tuple[Prefill, ...] = ()
     decode: tuple[Decode, ...] = ()
     deadlines: Deadlines = Deadlines()
+    security: Security = Security()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def prefill_named(self, name: str) -> Prefill:
@@ -231,6 +247,9 @@ def parse_cluster(text: str) -> Cluster:
     _check_names_and_addresses(cluster)
     for group in cluster.prefill:
         _check_prefill(group)
+    security = cluster.security
+    if len({bool(value) for value in (security.tls_ca, security.tls_cert, security.tls_key)}) > 1:
+        raise InvalidConfig("security: tls_ca, tls_cert and tls_key belong together; give all three, or none.")
     return cluster
 
 

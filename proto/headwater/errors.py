@@ -6,6 +6,7 @@
     │   ├── InvalidConfig          FAILED_PRECONDITION   the cluster file or a flag is wrong
     │   ├── ModelFolderError       FAILED_PRECONDITION   the model folder cannot be used
     │   ├── UnsupportedModel       FAILED_PRECONDITION   the architecture cannot be split or paged
+    │   ├── Unauthenticated        UNAUTHENTICATED       the public API's token is missing or wrong
     │   ├── DuplicateTransfer      ALREADY_EXISTS        the transfer id is in use
     │   └── IllegalEvent           INTERNAL              a state machine was given an event it does not allow
     ├── CapacityError          RESOURCE_EXHAUSTED    no room now; the same request may work later
@@ -65,6 +66,12 @@ class UnsupportedModel(LocalError):
     """The architecture cannot be split into stages, sharded or paged."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class Unauthenticated(LocalError):
+    """The token of the public API is missing or wrong."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class DuplicateTransfer(LocalError):

@@ -7,6 +7,7 @@ only raises `HeadwaterError`s; it never calls `context.abort` itself.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Any
@@ -16,9 +17,17 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from headwater.errors import ERROR_CLASS_KEY, RETRY_AFTER_KEY, CapacityError, HeadwaterError, InvalidConfig
+from headwater.errors import (
+    ERROR_CLASS_KEY,
+    RETRY_AFTER_KEY,
+    CapacityError,
+    HeadwaterError,
+    InvalidConfig,
+    Unauthenticated,
+)
 from headwater.health import Health
 from headwater.lifecycle import get_logger
+from headwater.security import credentials
 
 log = get_logger(__name__)
 
@@ -57,13 +66,19 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to `address` ("host:port"). Connects on first use."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    """A channel to `address` ("host:port"), with this process's credentials. Connects on first use."""
+    secret = credentials().channel_credentials()
+    if secret is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, secret, options=CHANNEL_OPTIONS)
 
 
 def open_blocking_channel(address: str) -> grpc.Channel:
     """As `open_channel`, for threads."""
-    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    secret = credentials().channel_credentials()
+    if secret is None:
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, secret, options=CHANNEL_OPTIONS)
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: HeadwaterError) -> None:
@@ -130,6 +145,37 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
         return handler  # type: ignore[no-any-return]
 
 
+class _TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls of one service without the token."""
+
+    def __init__(self, service: str, token: str) -> None:
+        self._prefix = f"/{service}/"
+        self._expected = f"Bearer {token}".encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None or not str(handler_call_details.method).startswith(self._prefix):
+            return handler  # type: ignore[no-any-return]
+        sent = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
+        if isinstance(sent, str) and secrets.compare_digest(sent.encode(), self._expected):
+            return handler  # type: ignore[no-any-return]
+
+        async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            await _abort(
+                context,
+                Unauthenticated("this router asks for a token: set HEADWATER_TOKEN_FILE, or pass it to the client."),
+            )
+
+        make = (
+            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        return make(refuse, handler.request_deserializer, handler.response_serializer)
+
+
 class Server:
     """A gRPC server with health and reflection.
 
@@ -138,18 +184,30 @@ class Server:
     Args:
         address: "host:port"; port 0 lets the system choose, and `self.address` says what it chose.
         services: full service names, for health and reflection.
+        token: what the first of the services asks for; empty: nothing.
+
+    Raises:
+        InvalidConfig: the address is taken, or not to be listened on without a certificate.
     """
 
-    def __init__(self, address: str, services: Iterable[str]) -> None:
+    def __init__(self, address: str, services: Iterable[str], token: str = "") -> None:
         self._services = list(services)
-        self._server = grpc.aio.server(interceptors=[_ErrorInterceptor()], options=SERVER_OPTIONS)
+        credentials().check_listening(address)
+        secret = credentials().server_credentials()
+        interceptors: list[grpc.aio.ServerInterceptor] = [_ErrorInterceptor()]
+        if token:
+            interceptors.insert(0, _TokenInterceptor(self._services[0], token))
+        self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [*self._services, "grpc.health.v1.Health", reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
         require_free_port(address)
         try:
-            port = self._server.add_insecure_port(address)
+            if secret is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, secret)
         except RuntimeError as error:
             raise InvalidConfig(f"cannot listen on {address}: {error}. Choose another address.") from error
         self.address = f"{address.rpartition(':')[0]}:{port}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import secrets
 import time
@@ -13,9 +14,10 @@ from typing import Any
 from headwater.cluster import Cluster, Prefill
 from headwater.errors import HeadwaterError, InvalidRequest, PeerUnavailable, UnsupportedModel
 from headwater.lifecycle import get_logger
+from headwater.membership import registered
 from headwater.rpc import Server
 from headwater.stopping import Stopping
-from headwater.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headwater.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc, router_pb2, worker_pb2, worker_pb2_grpc
 from kv_transfer.geometry import geometry_of
 from kv_transfer.metrics_server import MetricsServer
 from kv_transfer.model_folder import ModelFolder, check_parallel, layer_boundaries, read_model_folder
@@ -375,6 +377,7 @@ async def serve(cluster: Cluster, name: str) -> int:
     group = Group(cluster, section, folder, server.address, exporter.address)
     stopping = Stopping()
     stop = stopping.asked
+    joined = contextlib.AsyncExitStack()
     try:
         servicer = PrefillServicer(group, exporter.address)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server.grpc_server)
@@ -382,6 +385,8 @@ async def serve(cluster: Cluster, name: str) -> int:
         await server.start()
         # Workers that do not come up at first are a mistake in the configuration, which trying again would hide.
         up = await _first(group.start(), stop)
+        where = router_pb2.RegisterRequest(name=name, role="prefill", address=server.address)
+        await joined.enter_async_context(registered(cluster.routers if up else (), where))
         while up:
             await server.set_serving(serving=True)
             if not await _first(group.lost.wait(), stop):
@@ -393,6 +398,7 @@ async def serve(cluster: Cluster, name: str) -> int:
             await server.set_serving(serving=False)
             await stopping.drain(group.leader.idle.wait(), cluster.deadlines.drain)
     finally:
+        await joined.aclose()
         await group.stop()
         await server.stop(cluster.deadlines.stop)
         exporter.stop()

@@ -16,22 +16,38 @@ from headwater.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, p
 
 
 class Peers:
-    """One channel to each group of the cluster file, opened on first use."""
+    """One channel to each group, opened on first use."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._reply_seconds = cluster.deadlines.reply
         self._stop_seconds = cluster.deadlines.stop
-        self._where = {group.name: f"{group.name} at {group.address}" for group in cluster.prefill}
-        self._where |= {node.name: f"{node.name} at {node.address}" for node in cluster.decode}
-        prefill = {group.name: open_channel(group.address) for group in cluster.prefill}
-        decode = {group.name: open_channel(group.address) for group in cluster.decode}
-        self._channels = [*prefill.values(), *decode.values()]
-        self._prefill = {name: prefill_pb2_grpc.PrefillServiceStub(channel) for name, channel in prefill.items()}
-        self._decode = {name: decode_pb2_grpc.DecodeServiceStub(channel) for name, channel in decode.items()}
+        self._where: dict[str, str] = {}
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._prefill: dict[str, prefill_pb2_grpc.PrefillServiceAsyncStub] = {}
+        self._decode: dict[str, decode_pb2_grpc.DecodeServiceAsyncStub] = {}
+        for group in cluster.prefill:
+            self.add(group.name, "prefill", group.address)
+        for node in cluster.decode:
+            self.add(node.name, "decode", node.address)
+
+    def add(self, name: str, role: str, address: str) -> None:
+        """A group that may be called from now on, by a name that no other one has."""
+        channel = self._channels[name] = open_channel(address)
+        self._where[name] = f"{name} at {address}"
+        if role == "prefill":
+            self._prefill[name] = prefill_pb2_grpc.PrefillServiceStub(channel)
+        else:
+            self._decode[name] = decode_pb2_grpc.DecodeServiceStub(channel)
+
+    async def remove(self, name: str) -> None:
+        """Ends all calls to a group, and forgets it."""
+        self._prefill.pop(name, None)
+        self._decode.pop(name, None)
+        await self._channels.pop(name).close()
 
     async def close(self) -> None:
         """Ends all calls."""
-        for channel in self._channels:
+        for channel in self._channels.values():
             await channel.close()
 
     async def describe_prefill(self, name: str) -> prefill_pb2.DescribePrefillResponse:

@@ -1,6 +1,8 @@
 """Keeps what each group last said of itself, by asking every group once a heartbeat.
 
-State is soft: it is rebuilt from the answers, so a restarted router needs nothing from its predecessor.
+Groups are listed in the cluster file, or register by themselves and are forgotten when their lease ends. State is soft:
+it is rebuilt from registrations and answers, so a restarted router needs nothing from its predecessor, and several
+routers may serve the same groups.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from headwater.cluster import Cluster
-from headwater.errors import HeadwaterError, PeerError
+from headwater.errors import GeometryMismatch, HeadwaterError, InvalidConfig, PeerError, PeerUnavailable
 from headwater.lifecycle import get_logger
 from headwater.v1 import decode_pb2, prefill_pb2
 from router.breaker import Breaker
-from router.compatibility import mismatches
+from router.compatibility import mismatches, unpaired
 from router.snapshot import Group, Snapshot, State
 
 log = get_logger(__name__)
+
+# A group that registered is forgotten when it has not said so again for so long.
+LEASE_SECONDS = 10.0
 
 _Description = TypeVar("_Description", prefill_pb2.DescribePrefillResponse, decode_pb2.DescribeDecodeResponse)
 
@@ -31,9 +36,17 @@ class Describers(Protocol):
 
     async def describe_decode(self, name: str) -> decode_pb2.DescribeDecodeResponse: ...
 
+    def add(self, name: str, role: str, address: str) -> None: ...
+
+    async def remove(self, name: str) -> None: ...
+
 
 class _Member(Generic[_Description]):
-    """One group's changing entry."""
+    """One group's changing entry.
+
+    Attributes:
+        lease_until: of one that registered; None: it is listed in the cluster file.
+    """
 
     def __init__(
         self, name: str, address: str, describe: Callable[[str], Awaitable[_Description]], clock: Callable[[], float]
@@ -46,6 +59,8 @@ class _Member(Generic[_Description]):
         # Tokens and time of dispatch of what is the group's to do.
         self.sent: dict[object, tuple[int, float]] = {}
         self.breaker = Breaker(clock)
+        self.lease_until: float | None = None
+        self.watching: asyncio.Task[None] | None = None
         # When the newest description was asked for.
         self.described_at = 0.0
         self.wanted = asyncio.Event()
@@ -89,7 +104,7 @@ _AnyMember: TypeAlias = _Member[prefill_pb2.DescribePrefillResponse] | _Member[d
 
 
 class Registry:
-    """The groups of a cluster file.
+    """The groups of a cluster file, and those that have registered.
 
     Args:
         on_change: told after a group's state, reason or epoch changed.
@@ -108,45 +123,117 @@ class Registry:
         self._heartbeat_seconds = cluster.deadlines.heartbeat
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._on_change = on_change
-        self._prefill = [_Member(g.name, g.address, describers.describe_prefill, clock) for g in cluster.prefill]
-        self._decode = [_Member(g.name, g.address, describers.describe_decode, clock) for g in cluster.decode]
-        self._members: dict[str, _AnyMember] = {member.name: member for member in self._prefill}
-        self._members |= {member.name: member for member in self._decode}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._describers = describers
+        # In the order of the cluster file; those that registered follow in the order of their coming.
+        self._prefill: dict[str, _Member[prefill_pb2.DescribePrefillResponse]] = {}
+        self._decode: dict[str, _Member[decode_pb2.DescribeDecodeResponse]] = {}
+        for group in cluster.prefill:
+            self._add(group.name, "prefill", group.address)
+        for node in cluster.decode:
+            self._add(node.name, "decode", node.address)
         self._reported: set[str] = set()
 
     async def start(self) -> None:
         """Returns when every group has been asked once."""
-        await asyncio.gather(*(self._ask(member) for member in self._members.values()))
-        self._tasks = [asyncio.create_task(self._watch(member)) for member in self._members.values()]
+        await asyncio.gather(*(self._ask(member) for member in self._members()))
+        for member in self._members():
+            member.watching = asyncio.create_task(self._watch(member))
 
     async def stop(self) -> None:
         """Asks no more."""
-        for task in self._tasks:
+        tasks = [member.watching for member in self._members() if member.watching is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def register(self, name: str, role: str, address: str) -> float:
+        """A group says where it is. Returns how long it is remembered, in seconds.
+
+        Raises:
+            InvalidConfig: the name is another group's, or there is no such role.
+            PeerUnavailable, DeadlinePassed: it cannot be reached there.
+            GeometryMismatch: no group of the other role could exchange KV with it, and there are some.
+        """
+        if role not in ("prefill", "decode"):
+            raise InvalidConfig(f'role {role!r} is neither "prefill" nor "decode".')
+        member = self._member(name)
+        if member is not None and member.address != address:
+            if member.lease_until is None or member.state is not State.UNREACHABLE:
+                raise InvalidConfig(
+                    f"the name {name!r} belongs to a group at {member.address}; give each group a name of its own."
+                )
+            await self._forget(member)
+            member = None
+        if member is None:
+            member = await self._admit(name, role, address)
+        if member.lease_until is not None:
+            member.lease_until = self._clock() + LEASE_SECONDS
+        return LEASE_SECONDS
+
+    async def _admit(self, name: str, role: str, address: str) -> _AnyMember:
+        self._describers.add(name, role, address)
+        member = self._add(name, role, address)
+        member.lease_until = self._clock() + LEASE_SECONDS
+        await self._ask(member)
+        try:
+            if member.description is None:
+                raise PeerUnavailable(f"this router cannot reach {name} at {address}: {member.detail}")
+            if reason := unpaired(self.snapshot()).get(name, ""):
+                raise GeometryMismatch(reason)
+        except PeerError:
+            await self._forget(member)
+            raise
+        member.watching = asyncio.create_task(self._watch(member))
+        log.info("group registered", group=name, role=role, address=address)
+        return member
+
+    async def _forget(self, member: _AnyMember) -> None:
+        self._prefill.pop(member.name, None)
+        self._decode.pop(member.name, None)
+        if member.watching is not None and member.watching is not asyncio.current_task():
+            member.watching.cancel()
+        await self._describers.remove(member.name)
+
+    def _add(self, name: str, role: str, address: str) -> _AnyMember:
+        if role == "prefill":
+            self._prefill[name] = _Member(name, address, self._describers.describe_prefill, self._clock)
+            return self._prefill[name]
+        self._decode[name] = _Member(name, address, self._describers.describe_decode, self._clock)
+        return self._decode[name]
+
+    def _member(self, name: str) -> _AnyMember | None:
+        return self._prefill.get(name) or self._decode.get(name)
+
+    def _members(self) -> list[_AnyMember]:
+        return [*self._prefill.values(), *self._decode.values()]
 
     def snapshot(self) -> Snapshot:
         """What is known now."""
         return Snapshot(
-            tuple(member.frozen() for member in self._prefill),
-            tuple(member.frozen() for member in self._decode),
+            tuple(member.frozen() for member in self._prefill.values()),
+            tuple(member.frozen() for member in self._decode.values()),
             self._tokenizer_fingerprint,
         )
 
     def refresh(self, name: str) -> None:
         """Has the group asked at once. Does not wait for the answer."""
-        self._members[name].wanted.set()
+        member = self._member(name)
+        if member is not None:
+            member.wanted.set()
 
     def failed(self, name: str, error: HeadwaterError) -> None:
         """A request ended with `error`, which the group raised or is."""
-        self._members[name].breaker.failed(error)
+        member = self._member(name)
+        if member is not None:
+            member.breaker.failed(error)
         if isinstance(error, PeerError):
             self.refresh(name)
 
     def succeeded(self, name: str) -> None:
         """The group has done its part of a request."""
-        self._members[name].breaker.succeeded()
+        member = self._member(name)
+        if member is not None:
+            member.breaker.succeeded()
 
     @contextlib.contextmanager
     def dispatched(self, name: str, num_tokens: int) -> Iterator[Callable[[], None]]:
@@ -154,9 +241,15 @@ class Registry:
 
         Yields:
             What ends that earlier.
+
+        Raises:
+            PeerUnavailable: the group was forgotten since it was chosen.
         """
-        self._members[name].breaker.begin()
-        sent, key = self._members[name].sent, object()
+        member = self._member(name)
+        if member is None:
+            raise PeerUnavailable(f"{name} has let its lease end.")
+        member.breaker.begin()
+        sent, key = member.sent, object()
         sent[key] = num_tokens, self._clock()
         try:
             yield lambda: sent.pop(key, None) and None
@@ -169,7 +262,15 @@ class Registry:
                 async with asyncio.timeout(self._heartbeat_seconds):
                     await member.wanted.wait()
             member.wanted.clear()
-            await self._ask(member)
+            if member.lease_until is None or self._clock() < member.lease_until:
+                await self._ask(member)
+                continue
+            member.state, member.detail = State.NOT_SERVING, "its lease has ended"
+            if not member.sent:
+                break
+        log.warning("a group has let its lease end and is forgotten", group=member.name, address=member.address)
+        await self._forget(member)
+        await self._on_change(self.snapshot())
 
     async def _ask(self, member: _AnyMember) -> None:
         if not await member.ask():

@@ -25,13 +25,14 @@ from router.peers import Peers
 from router.policies.named import POLICIES
 from router.registry import Registry
 from router.request import ServedModel
-from router.service import RouterServicer
+from router.service import RegistryServicer, RouterServicer
 from router.snapshot import Snapshot
 from router.text import load_text
 
 log = get_logger(__name__)
 
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
+REGISTRY = router_pb2.DESCRIPTOR.services_by_name["RegistryService"].full_name
 
 
 def load_model(cluster: Cluster) -> ServedModel:
@@ -61,7 +62,7 @@ async def running_router(cluster: Cluster, model: ServedModel, stopping: Stoppin
     Raises:
         InvalidConfig: an address cannot be listened on.
     """
-    server = Server(cluster.router.address, [SERVICE], credentials().token)
+    server = Server(cluster.router.address, [SERVICE, REGISTRY], credentials().token)
 
     async def on_change(snapshot: Snapshot) -> None:
         serving = {group.name: group.serving for group in snapshot.prefill}
@@ -86,6 +87,7 @@ async def running_router(cluster: Cluster, model: ServedModel, stopping: Stoppin
             max_requests=cluster.router.max_requests,
         )
         router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server.grpc_server)
+        router_pb2_grpc.add_RegistryServiceServicer_to_server(RegistryServicer(registry), server.grpc_server)
         stack.push_async_callback(servicer.close, cluster.deadlines.stop)
         stack.push_async_callback(server.stop, cluster.deadlines.stop)
         await server.start()

@@ -65,6 +65,19 @@ class _Outbox:
                 return
 
 
+class RegistryServicer(router_pb2_grpc.RegistryServiceServicer):
+    """Where groups join by themselves."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    async def Register(  # noqa: N802 - gRPC's name
+        self, request: router_pb2.RegisterRequest, context: object
+    ) -> router_pb2.RegisterResponse:
+        lease = await self._registry.register(request.name, request.role, request.address)
+        return router_pb2.RegisterResponse(lease_seconds=lease)
+
+
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     """The public API over one flow and one registry."""
 

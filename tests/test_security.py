@@ -209,7 +209,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         _ = Credentials(token_file=str(empty)).token
 
 
-def test_a_cluster_answers_with_everything_on(files: Files, tmp_path: Path) -> None:
+def test_groups_join_a_router_that_does_not_list_them_with_everything_on(files: Files, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text(TOKEN, encoding="utf-8")
     model = tiny_models.make("llama", tmp_path / "model")
@@ -217,8 +217,13 @@ def test_a_cluster_answers_with_everything_on(files: Files, tmp_path: Path) -> N
     write_cluster(path, model, [Group("p0", 2, 1, (("chunk_tokens", 16), ("page_size", 16)))])
     own = files.own
     section = f'tls_ca = "{own.ca}"\ntls_cert = "{own.cert}"\ntls_key = "{own.key}"\ntoken_file = "{token}"\n'
-    path.write_text(path.read_text(encoding="utf-8") + "[security]\n" + section, encoding="utf-8")
+    text = path.read_text(encoding="utf-8") + "[security]\n" + section
+    router = load_cluster(path).router.address
+    path.write_text(f'routers = ["{router}"]\n{text}', encoding="utf-8")
     cluster = load_cluster(path)
+    alone = tmp_path / "router.toml"
+    without_groups = text[: text.index("[[prefill]]")] + text[text.index("[security]") :]
+    alone.write_text(without_groups, encoding="utf-8")
     security.use(cluster.security)
     (prompt,) = tiny_models.prompts([100])
 
@@ -233,7 +238,10 @@ def test_a_cluster_answers_with_everything_on(files: Files, tmp_path: Path) -> N
                 await client.status()
         security.use(cluster.security)
 
-    with processes(cluster, path, ["p0", "d0", "router"], tmp_path):
+    with (
+        processes(load_cluster(alone), alone, ["router"], tmp_path),
+        processes(cluster, path, ["p0", "d0"], tmp_path),
+    ):
         asyncio.run(run())
     logs = "".join(file.read_text(encoding="utf-8") for file in tmp_path.glob("*.log"))
     assert logs

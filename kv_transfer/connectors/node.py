@@ -15,9 +15,10 @@ from pathlib import Path
 from headwater.cluster import Cluster, Deadlines, Decode
 from headwater.errors import CapacityError, HeadwaterError, InvalidRequest, PeerUnavailable
 from headwater.lifecycle import Event, get_logger
+from headwater.membership import registered
 from headwater.rpc import Server
 from headwater.stopping import Stopping
-from headwater.v1 import common_pb2, decode_pb2, decode_pb2_grpc, transfer_pb2_grpc
+from headwater.v1 import common_pb2, decode_pb2, decode_pb2_grpc, router_pb2, transfer_pb2_grpc
 from kv_transfer import metrics
 from kv_transfer.connectors.decoder import Continuation, Decoder
 from kv_transfer.connectors.ragged import RequestKv
@@ -289,9 +290,11 @@ async def serve(cluster: Cluster, name: str) -> int:
         stack.push_async_callback(server.stop, cluster.deadlines.stop)
         await server.set_serving(serving=True)
         log.info("serving", address=server.address, metrics=exporter.address, transport=engine.transport)
-        await stopping.asked.wait()
-        node.draining = True
-        await server.set_serving(serving=False)
-        await stopping.drain(node.idle.wait(), cluster.deadlines.drain)
+        where = router_pb2.RegisterRequest(name=name, role="decode", address=server.address)
+        async with registered(cluster.routers, where):
+            await stopping.asked.wait()
+            node.draining = True
+            await server.set_serving(serving=False)
+            await stopping.drain(node.idle.wait(), cluster.deadlines.drain)
         # The stack ends calls that still run first, then what they use.
     return 0

@@ -21,8 +21,7 @@ import grpc
 
 from headwater.cluster import Deadlines
 from headwater.errors import from_rpc_error
-from headwater.rpc import open_blocking_channel, open_channel
-from headwater.security import credentials
+from headwater.rpc import authorization, open_blocking_channel, open_channel
 from headwater.v1 import common_pb2, router_pb2, router_pb2_grpc
 
 _REPLY_SECONDS = Deadlines().reply
@@ -109,7 +108,7 @@ class Client:
     """
 
     def __init__(self, address: str, token: str | None = None) -> None:
-        self._metadata = _authorization(token)
+        self._metadata = authorization(token)
         self._peer = f"router at {address}"
         self._channel = open_blocking_channel(address)
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
@@ -163,7 +162,7 @@ class AsyncClient:
     """One channel to a router, on asyncio. See `Client`."""
 
     def __init__(self, address: str, token: str | None = None) -> None:
-        self._metadata = _authorization(token)
+        self._metadata = authorization(token)
         self._peer = f"router at {address}"
         self._channel = open_channel(address)
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
@@ -215,11 +214,6 @@ class AsyncClient:
             await self._stub.Cancel(
                 router_pb2.CancelRequest(request_id=request_id), timeout=_REPLY_SECONDS, metadata=self._metadata
             )
-
-
-def _authorization(token: str | None) -> tuple[tuple[str, str], ...]:
-    token = credentials().token if token is None else token
-    return (("authorization", f"Bearer {token}"),) if token else ()
 
 
 @contextlib.contextmanager

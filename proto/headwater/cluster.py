@@ -190,6 +190,8 @@ class Cluster(Struct, frozen=True, forbid_unknown_fields=True):
     router: Router = Router()
     prefill: tuple[Prefill, ...] = ()
     decode: tuple[Decode, ...] = ()
+    # Routers that the groups of this file register with; those of this file's own router need not.
+    routers: tuple[Address, ...] = ()
     deadlines: Deadlines = Deadlines()
     security: Security = Security()
     log_level: Literal["debug", "info", "warning", "error"] = "info"

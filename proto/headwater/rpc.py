@@ -145,11 +145,17 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
         return handler  # type: ignore[no-any-return]
 
 
-class _TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls of one service without the token."""
+def authorization(token: str | None = None) -> tuple[tuple[str, str], ...]:
+    """Metadata with the token of a router's API; None: this process's, if it has one."""
+    token = credentials().token if token is None else token
+    return (("authorization", f"Bearer {token}"),) if token else ()
 
-    def __init__(self, service: str, token: str) -> None:
-        self._prefix = f"/{service}/"
+
+class _TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls of some services without the token."""
+
+    def __init__(self, services: Iterable[str], token: str) -> None:
+        self._prefixes = tuple(f"/{service}/" for service in services)
         self._expected = f"Bearer {token}".encode()
 
     async def intercept_service(
@@ -158,7 +164,7 @@ class _TokenInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
         handler: Any = await continuation(handler_call_details)
-        if handler is None or not str(handler_call_details.method).startswith(self._prefix):
+        if handler is None or not str(handler_call_details.method).startswith(self._prefixes):
             return handler  # type: ignore[no-any-return]
         sent = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
         if isinstance(sent, str) and secrets.compare_digest(sent.encode(), self._expected):
@@ -184,7 +190,7 @@ class Server:
     Args:
         address: "host:port"; port 0 lets the system choose, and `self.address` says what it chose.
         services: full service names, for health and reflection.
-        token: what the first of the services asks for; empty: nothing.
+        token: what the services ask for; empty: nothing.
 
     Raises:
         InvalidConfig: the address is taken, or not to be listened on without a certificate.
@@ -196,7 +202,7 @@ class Server:
         secret = credentials().server_credentials()
         interceptors: list[grpc.aio.ServerInterceptor] = [_ErrorInterceptor()]
         if token:
-            interceptors.insert(0, _TokenInterceptor(self._services[0], token))
+            interceptors.insert(0, _TokenInterceptor(self._services, token))
         self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

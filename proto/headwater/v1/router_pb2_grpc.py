@@ -228,3 +228,77 @@ class RouterService(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class RegistryServiceStub(object):
+    """Missing associated documentation comment in .proto file."""
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Register = channel.unary_unary(
+                '/headwater.v1.RegistryService/Register',
+                request_serializer=headwater_dot_v1_dot_router__pb2.RegisterRequest.SerializeToString,
+                response_deserializer=headwater_dot_v1_dot_router__pb2.RegisterResponse.FromString,
+                _registered_method=True)
+
+
+class RegistryServiceServicer(object):
+    """Missing associated documentation comment in .proto file."""
+
+    def Register(self, request, context):
+        """A group says where it is. It is said again before the lease ends; a group whose lease has ended is forgotten.
+        Refused when the router cannot reach the group, or no group of the other role could exchange KV with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RegistryServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Register': grpc.unary_unary_rpc_method_handler(
+                    servicer.Register,
+                    request_deserializer=headwater_dot_v1_dot_router__pb2.RegisterRequest.FromString,
+                    response_serializer=headwater_dot_v1_dot_router__pb2.RegisterResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'headwater.v1.RegistryService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('headwater.v1.RegistryService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class RegistryService(object):
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Register(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headwater.v1.RegistryService/Register',
+            headwater_dot_v1_dot_router__pb2.RegisterRequest.SerializeToString,
+            headwater_dot_v1_dot_router__pb2.RegisterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

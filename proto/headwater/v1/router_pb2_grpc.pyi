@@ -86,3 +86,34 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         """Ends a running request on both groups."""
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class RegistryServiceStub:
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> RegistryServiceAsyncStub: ...
+    Register: _grpc.UnaryUnaryMultiCallable[_router_pb2.RegisterRequest, _router_pb2.RegisterResponse]
+    """A group says where it is. It is said again before the lease ends; a group whose lease has ended is forgotten.
+    Refused when the router cannot reach the group, or no group of the other role could exchange KV with it.
+    """
+
+@_typing.type_check_only
+class RegistryServiceAsyncStub(RegistryServiceStub):
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Register: _aio.UnaryUnaryMultiCallable[_router_pb2.RegisterRequest, _router_pb2.RegisterResponse]  # type: ignore[assignment]
+    """A group says where it is. It is said again before the lease ends; a group whose lease has ended is forgotten.
+    Refused when the router cannot reach the group, or no group of the other role could exchange KV with it.
+    """
+
+class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def Register(
+        self,
+        request: _router_pb2.RegisterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.RegisterResponse, _abc.Awaitable[_router_pb2.RegisterResponse]]:
+        """A group says where it is. It is said again before the lease ends; a group whose lease has ended is forgotten.
+        Refused when the router cannot reach the group, or no group of the other role could exchange KV with it.
+        """
+
+def add_RegistryServiceServicer_to_server(servicer: RegistryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

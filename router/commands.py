@@ -89,6 +89,17 @@ def _add_operations(subparsers: Subparsers) -> None:
     _add_router(abort)
     abort.set_defaults(run=_abort)
 
+    bench = subparsers.add_parser("bench", help="load a cluster, and say what its clients saw")
+    _add_router(bench)
+    bench.add_argument("--requests", type=int, default=32, metavar="N", help="requests in all (32)")
+    bench.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="tokens of each prompt (512)")
+    bench.add_argument("--max-tokens", type=int, default=16, metavar="N", help="tokens of each answer (16)")
+    bench.add_argument("--concurrency", type=int, default=4, metavar="N", help="requests under way at most (4)")
+    bench.add_argument("--rate", type=float, default=0.0, metavar="R", help="requests a second; default: as they go")
+    bench.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (0)")
+    bench.add_argument("--json", action="store_true", help="print one JSON object")
+    bench.set_defaults(run=_bench)
+
 
 def _add_files(subparsers: Subparsers) -> None:
     init = subparsers.add_parser("init", help="write a commented cluster file to begin with")
@@ -167,6 +178,20 @@ def _abort(arguments: argparse.Namespace) -> int:
     with Client(arguments.router) as client:
         client.cancel(arguments.request)
     return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from router.bench import Load, run_bench  # noqa: PLC0415
+
+    load = Load(
+        arguments.requests,
+        arguments.prompt_tokens,
+        arguments.max_tokens,
+        arguments.concurrency,
+        arguments.rate,
+        arguments.seed,
+    )
+    return asyncio.run(run_bench(arguments.router, load, as_json=arguments.json))
 
 
 def _init(arguments: argparse.Namespace) -> int:

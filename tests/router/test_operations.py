@@ -14,9 +14,11 @@ from headwater.client import Client, prompt_request
 from headwater.cluster import load_cluster
 from headwater.errors import CapacityError, HeadwaterError, InvalidConfig, InvalidRequest, RequestCancelled
 from headwater.v1 import prefill_pb2, router_pb2
+from router.bench import Load, run_bench
 from router.main import main
 from router.show import watch_status
 from router.snapshot import State
+from router.ttft import PARTS
 from tests.router.fakes import FakePrefill, never, rig, site, text_request, tiny_tokenizer
 
 ANSWER = [70, 80, 90, 100]
@@ -118,6 +120,35 @@ def test_a_client_for_threads_answers_as_the_other_one_does() -> None:
             assert expected.token_ids == ANSWER
 
     asyncio.run(run())
+
+
+def test_bench_counts_answers_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    async def run() -> None:
+        async with rig(ANSWER) as it:
+            refused = [CapacityError("full")] * 2
+
+            async def script(request: prefill_pb2.PrefillRequest) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+                if refused:
+                    raise refused.pop()
+                async for response in it.prefill.run(request):
+                    yield response
+
+            it.prefill.script = script
+            load = Load(requests=6, prompt_tokens=10, max_tokens=4, concurrency=1, rate=0, seed=1)
+            assert await run_bench(it.address, load, as_json=True) == 0
+            load = Load(requests=1, prompt_tokens=10, max_tokens=4, concurrency=1, rate=1000, seed=1)
+            assert await run_bench(it.address, load, as_json=False) == 0
+
+    # Ids of the load are not in the fake's small vocabulary.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("router.bench._LAST_ID", 200)
+        asyncio.run(run())
+    first, *rest = capsys.readouterr().out.splitlines()
+    numbers = json.loads(first)
+    assert (numbers["answered"], numbers["errors"]) == (4, {"CapacityError": 2})
+    assert set(numbers["ttft_seconds"]) == {"p50", "p90", "p99", "max"}
+    assert set(numbers["ttft_parts_median_seconds"]) == set(PARTS)
+    assert any("ttft_seconds" in line for line in rest)
 
 
 def test_a_client_without_a_router_says_so() -> None:

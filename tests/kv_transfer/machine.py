@@ -412,8 +412,13 @@ class TransferMachine(RuleBasedStateMachine):
             if run.current is not None:
                 self.retire(run.current)
                 run.current = None
-        await asyncio.gather(*self.ending)
-        self.ending = []
+        ending, self.ending = set(self.ending), []
+        while ending:
+            done, ending = await asyncio.wait(ending, timeout=1)
+            for task in done:
+                task.result()
+            # A write that hangs keeps its pages until it ends.
+            self.fabric.land_late()
 
     async def outcome(self, run: Run, incoming: Any) -> bool:
         """Whether it was committed. An attempt that is lost is not taken over any more."""

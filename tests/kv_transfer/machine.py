@@ -417,8 +417,9 @@ class TransferMachine(RuleBasedStateMachine):
             done, ending = await asyncio.wait(ending, timeout=1)
             for task in done:
                 task.result()
-            # A write that hangs keeps its pages until it ends.
-            self.fabric.land_late()
+            if ending:
+                # A write that hangs keeps its pages until it ends.
+                self.fabric.land_late()
 
     async def outcome(self, run: Run, incoming: Any) -> bool:
         """Whether it was committed. An attempt that is lost is not taken over any more."""

@@ -24,7 +24,7 @@ from kv_transfer.geometry import Box, PagedLayout, Span
 from kv_transfer.landing import Region
 from kv_transfer.pushing import Push, PushTarget
 from kv_transfer.session import SenderEvent, sender_session
-from kv_transfer.streams import say
+from kv_transfer.streams import end_of_saying, say
 from kv_transfer.wire import WireFormat
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Delivery:
                 self._messages.put_nowait(None)
                 await self._within(speaker, "deadlines.reply", "take the last receipts")
                 await say(call, transfer_pb2.DeliverRequest(close=close), self._peer)
-                await call.done_writing()
+                await end_of_saying(call, self._peer)
                 await self._within(reader, "deadlines.reply", "confirm the end")
             except grpc.RpcError as broken:
                 error = error or from_rpc_error(broken, self._peer)

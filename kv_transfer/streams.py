@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any, TypeVar
 
-from headwater.errors import from_status
+import grpc.aio
+
+from headwater.errors import HeadwaterError, from_status
 
 T = TypeVar("T")
 
@@ -37,6 +39,21 @@ async def say(call: Any, message: Any, peer: str) -> None:
         # gRPC cancels a call whose write is cancelled.
         await to_its_end(asyncio.ensure_future(call.write(message)))
     except asyncio.InvalidStateError:
-        # The call was over already.
-        status = await call.code(), await call.details(), await call.trailing_metadata()
-        raise from_status(*status, peer) from None
+        raise await _how_it_ended(call, peer) from None
+
+
+async def end_of_saying(call: Any, peer: str) -> None:
+    """Nothing more is said on a stream that this side opened.
+
+    Raises:
+        HeadwaterError: the other side has ended the call; the error is its own.
+    """
+    try:
+        await call.done_writing()
+    except grpc.aio.InternalError:
+        # gRPC has no error of its own for it: a call that is over cannot be closed once more.
+        raise await _how_it_ended(call, peer) from None
+
+
+async def _how_it_ended(call: Any, peer: str) -> HeadwaterError:
+    return from_status(await call.code(), await call.details(), await call.trailing_metadata(), peer)

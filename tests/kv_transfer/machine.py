@@ -412,6 +412,10 @@ class TransferMachine(RuleBasedStateMachine):
             if run.current is not None:
                 self.retire(run.current)
                 run.current = None
+        await self.ends()
+
+    async def ends(self) -> None:
+        """Waits for what is ending."""
         ending, self.ending = set(self.ending), []
         while ending:
             done, ending = await asyncio.wait(ending, timeout=1)

@@ -65,6 +65,7 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
     """What a worker must be told: by an operator, or by the leader that starts it."""
     parser.add_argument("--leader", required=True, metavar="HOST:PORT", help="where the group's leader listens")
     parser.add_argument("--rank", required=True, type=int, help="rank in the group: stage * tp + tensor rank")
+    parser.add_argument("--epoch", default="", help=argparse.SUPPRESS)
     parser.add_argument("--host", help="this host's address as the other ranks reach it (default: the leader's host)")
 
 

@@ -157,6 +157,9 @@ class WorkerLinks:
             raise InvalidConfig(f"rank {rank} does not exist in a group of {self.world_size} ranks (pp × tp).")
         if self._server is None or not self.listening or self._lost:
             raise StalePeer("this incarnation of the group takes no workers (any more); try again.")
+        if request.epoch not in ("", self._configs[0].epoch):
+            # Its leader was killed while it came up, and this one listens where that one did.
+            raise StalePeer(f"process {request.pid} was started by another incarnation of the group, which is over.")
         taken = self._links.get(rank)
         if taken is not None and taken.frames is not None:
             raise StalePeer(f"rank {rank} is already attached, from process {taken.process.pid}.")
@@ -224,6 +227,7 @@ class WorkerLinks:
 
     async def _spawn(self, rank: int, address: str) -> None:
         command = [sys.executable, "-m", "prefill_node.worker", "--leader", address, "--rank", str(rank)]
+        command += ["--epoch", self._configs[rank].epoch]
         threads = str(self._configs[rank].num_threads)
         # Passive waiting: a spinning OpenMP thread takes the core of the process it waits for.
         environment = os.environ | {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}

@@ -48,10 +48,10 @@ log = get_logger(__name__)
 class Worker:
     """A rank from hello to shutdown."""
 
-    def __init__(self, leader: str, rank: int, host: str) -> None:
+    def __init__(self, leader: str, rank: int, host: str, epoch: str) -> None:
         self._host = host
         self._rank = rank
-        self._control = Control(leader, worker_pb2.JoinRequest(rank=rank, host=host, pid=os.getpid()))
+        self._control = Control(leader, worker_pb2.JoinRequest(rank=rank, host=host, pid=os.getpid(), epoch=epoch))
 
     def run(self) -> None:
         """Returns after an orderly shutdown."""
@@ -292,7 +292,7 @@ def run(arguments: argparse.Namespace) -> int:
     host = arguments.host or arguments.leader.rpartition(":")[0]
     configure_logging("prefill", "info", arguments.rank)
     try:
-        Worker(arguments.leader, arguments.rank, host).run()
+        Worker(arguments.leader, arguments.rank, host, arguments.epoch).run()
     except HeadwaterError as error:
         print(f"headwater: error: {error}", file=sys.stderr)  # noqa: T201
         return 1

@@ -172,9 +172,11 @@ class Chaos:
         _signal(pid, signal.SIGCONT)
 
     async def _everybody_back(self) -> None:
-        async with asyncio.timeout(BACK_SECONDS):
-            for group in (*self._cluster.prefill, *self._cluster.decode):
+        for group in (*self._cluster.prefill, *self._cluster.decode):
+            try:
                 await until_paired(self._cluster.router.address, group.name, seconds=BACK_SECONDS)
+            except TimeoutError:
+                raise AssertionError(f"{group.name} is not back after {BACK_SECONDS:g} s: {self.happened}") from None
 
     async def _all_is_well(self) -> None:
         await self._everybody_back()

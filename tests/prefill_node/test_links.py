@@ -28,7 +28,7 @@ class FakeWorker:
         )
 
     async def attach(self, links: WorkerLinks, token: bytes | None = None) -> None:
-        joined = links.join(worker_pb2.JoinRequest(rank=self.rank, host="127.0.0.1", pid=100 + self.rank))
+        joined = links.join(worker_pb2.JoinRequest(rank=self.rank, host="127.0.0.1", pid=100 + self.rank, epoch="now"))
         await asyncio.get_running_loop().create_connection(lambda: self.frames, "127.0.0.1", joined.port)
         self.frames.send(joined.token if token is None else token)
 
@@ -50,7 +50,7 @@ class Site:
         self.reports: asyncio.Queue[tuple[int, worker_pb2.Report]] = asyncio.Queue()
         self.lost: list[str] = []
         self.links = WorkerLinks(
-            [worker_pb2.WorkerConfig(pp=2, tp=2, group="g")] * 4,
+            [worker_pb2.WorkerConfig(pp=2, tp=2, group="g", epoch="now")] * 4,
             local_ranks=[],
             start_seconds=20,
             silence_seconds=60,
@@ -134,6 +134,8 @@ def test_who_may_not_join_changes_nothing() -> None:
             await asyncio.sleep(0.01)
         with pytest.raises(InvalidConfig, match="rank 4 does not exist in a group of 4 ranks"):
             site.links.join(worker_pb2.JoinRequest(rank=4))
+        with pytest.raises(StalePeer, match="process 9 was started by another incarnation"):
+            site.links.join(worker_pb2.JoinRequest(rank=1, pid=9, epoch="before"))
         intruder = FakeWorker(1)
         await intruder.attach(site.links, token=b"guess")
         await intruder.ended.get()

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headwater.v1 import common_pb2 as headwater_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headwater/v1/worker.proto\x12\x0cheadwater.v1\x1a\x19headwater/v1/common.proto\"6\n\x0bJoinRequest\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\"D\n\x0cJoinResponse\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x17\n\x0fsilence_seconds\x18\x03 \x01(\x01\"\xf2\x02\n\x06Report\x12&\n\x06joined\x18\x01 \x01(\x0b\x32\x14.headwater.v1.JoinedH\x00\x12$\n\x05ready\x18\x02 \x01(\x0b\x32\x13.headwater.v1.ReadyH\x00\x12+\n\tstep_done\x18\x03 \x01(\x0b\x32\x16.headwater.v1.StepDoneH\x00\x12*\n\x08released\x18\x04 \x01(\x0b\x32\x16.headwater.v1.ReleasedH\x00\x12,\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x1a.headwater.v1.WorkerFailedH\x00\x12\x35\n\x0erequest_failed\x18\x06 \x01(\x0b\x32\x1b.headwater.v1.RequestFailedH\x00\x12(\n\x07\x66\x65tched\x18\x07 \x01(\x0b\x32\x15.headwater.v1.FetchedH\x00\x12\'\n\x07kv_sent\x18\x08 \x01(\x0b\x32\x14.headwater.v1.KvSentH\x00\x42\t\n\x07message\"\x1c\n\x06Joined\x12\x12\n\nstore_port\x18\x01 \x01(\r\"\xa7\x01\n\x05Ready\x12\x17\n\x0fparameter_bytes\x18\x01 \x01(\x04\x12\x16\n\x0enum_parameters\x18\x02 \x01(\x04\x12\x12\n\npool_bytes\x18\x03 \x01(\x04\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x05 \x01(\t\x12\x15\n\rlayer_seconds\x18\x06 \x03(\x01\x12\x16\n\x0e\x62\x65side_seconds\x18\x07 \x01(\x01\"x\n\x08StepDone\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12+\n\x07sampled\x18\x02 \x03(\x0b\x32\x1a.headwater.v1.SampledToken\x12\x17\n\x0f\x63ompute_seconds\x18\x03 \x01(\x01\x12\x14\n\x0cwait_seconds\x18\x04 \x01(\x01\".\n\x06KvSent\x12$\n\x05\x62oxes\x18\x01 \x03(\x0b\x32\x15.headwater.v1.SentBox\"~\n\x07SentBox\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btoken_start\x18\x02 \x01(\r\x12\x11\n\ttoken_end\x18\x03 \x01(\r\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x13\n\x0b\x61ge_seconds\x18\x06 \x01(\x01\"4\n\x0cSampledToken\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\r\"Y\n\x08Released\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nbytes_sent\x18\x02 \x01(\x04\x12\x14\n\x0cnum_receipts\x18\x03 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\"\x1d\n\x07\x46\x65tched\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1d\n\x0cWorkerFailed\x12\r\n\x05\x65rror\x18\x01 \x01(\t\"X\n\rRequestFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x13\n\x0b\x65rror_class\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\"\x8f\x03\n\tLogRecord\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12,\n\x06\x63onfig\x18\x02 \x01(\x0b\x32\x1a.headwater.v1.WorkerConfigH\x00\x12.\n\nrendezvous\x18\x03 \x01(\x0b\x32\x18.headwater.v1.RendezvousH\x00\x12)\n\x04open\x18\x04 \x01(\x0b\x32\x19.headwater.v1.OpenRequestH\x00\x12\"\n\x04step\x18\x05 \x01(\x0b\x32\x12.headwater.v1.StepH\x00\x12+\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x1a.headwater.v1.AbortRequestH\x00\x12*\n\x08shutdown\x18\x07 \x01(\x0b\x32\x16.headwater.v1.ShutdownH\x00\x12\x32\n\x08redirect\x18\x08 \x01(\x0b\x32\x1e.headwater.v1.RedirectDeliveryH\x00\x12-\n\x06\x66orget\x18\t \x01(\x0b\x32\x1b.headwater.v1.ForgetRequestH\x00\x42\x07\n\x05\x65ntry\"\xb4\x04\n\x0cWorkerConfig\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12(\n\x08geometry\x18\x04 \x01(\x0b\x32\x16.headwater.v1.Geometry\x12\n\n\x02pp\x18\x05 \x01(\r\x12\n\n\x02tp\x18\x06 \x01(\r\x12\x18\n\x10layer_boundaries\x18\x07 \x03(\r\x12\x11\n\tnum_pages\x18\x08 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x13\n\x0bnum_threads\x18\n \x01(\r\x12\x11\n\x04\x63ore\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0c\x63hunk_tokens\x18\x0c \x01(\r\x12\x11\n\ttransport\x18\r \x01(\t\x12\x19\n\x11send_buffer_bytes\x18\x0e \x01(\r\x12\x11\n\tlog_level\x18\x0f \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x10 \x01(\r\x12\x15\n\rwrite_seconds\x18\x11 \x01(\x01\x12\x15\n\rreply_seconds\x18\x12 \x01(\x01\x12\x1b\n\x13\x61\x63knowledge_seconds\x18\x13 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x14 \x01(\x01\x12\x14\n\x0c\x63hunk_policy\x18\x15 \x01(\t\x12\x33\n\remulated_cost\x18\x16 \x01(\x0b\x32\x17.headwater.v1.StageCostH\x01\x88\x01\x01\x12\x16\n\x0emeasure_layers\x18\x17 \x01(\x08\x42\x07\n\x05_coreB\x10\n\x0e_emulated_cost\"4\n\nRendezvous\x12\x12\n\nstore_host\x18\x01 \x01(\t\x12\x12\n\nstore_port\x18\x02 \x01(\r\"\xa7\x01\n\x0bOpenRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x03(\r\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.headwater.v1.SamplingParams\x12\'\n\x05grant\x18\x05 \x01(\x0b\x32\x13.headwater.v1.GrantH\x00\x88\x01\x01\x42\x08\n\x06_grant\"=\n\x04Step\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12#\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x13.headwater.v1.Chunk\"c\n\x05\x43hunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x0c\n\x04void\x18\x06 \x01(\x08\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"J\n\x10RedirectDelivery\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x05grant\x18\x02 \x01(\x0b\x32\x13.headwater.v1.Grant\"#\n\rForgetRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\n\n\x08Shutdown2N\n\rWorkerService\x12=\n\x04Join\x12\x19.headwater.v1.JoinRequest\x1a\x1a.headwater.v1.JoinResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headwater/v1/worker.proto\x12\x0cheadwater.v1\x1a\x19headwater/v1/common.proto\"E\n\x0bJoinRequest\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\r\n\x05\x65poch\x18\x04 \x01(\t\"D\n\x0cJoinResponse\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x17\n\x0fsilence_seconds\x18\x03 \x01(\x01\"\xf2\x02\n\x06Report\x12&\n\x06joined\x18\x01 \x01(\x0b\x32\x14.headwater.v1.JoinedH\x00\x12$\n\x05ready\x18\x02 \x01(\x0b\x32\x13.headwater.v1.ReadyH\x00\x12+\n\tstep_done\x18\x03 \x01(\x0b\x32\x16.headwater.v1.StepDoneH\x00\x12*\n\x08released\x18\x04 \x01(\x0b\x32\x16.headwater.v1.ReleasedH\x00\x12,\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x1a.headwater.v1.WorkerFailedH\x00\x12\x35\n\x0erequest_failed\x18\x06 \x01(\x0b\x32\x1b.headwater.v1.RequestFailedH\x00\x12(\n\x07\x66\x65tched\x18\x07 \x01(\x0b\x32\x15.headwater.v1.FetchedH\x00\x12\'\n\x07kv_sent\x18\x08 \x01(\x0b\x32\x14.headwater.v1.KvSentH\x00\x42\t\n\x07message\"\x1c\n\x06Joined\x12\x12\n\nstore_port\x18\x01 \x01(\r\"\xa7\x01\n\x05Ready\x12\x17\n\x0fparameter_bytes\x18\x01 \x01(\x04\x12\x16\n\x0enum_parameters\x18\x02 \x01(\x04\x12\x12\n\npool_bytes\x18\x03 \x01(\x04\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x05 \x01(\t\x12\x15\n\rlayer_seconds\x18\x06 \x03(\x01\x12\x16\n\x0e\x62\x65side_seconds\x18\x07 \x01(\x01\"x\n\x08StepDone\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12+\n\x07sampled\x18\x02 \x03(\x0b\x32\x1a.headwater.v1.SampledToken\x12\x17\n\x0f\x63ompute_seconds\x18\x03 \x01(\x01\x12\x14\n\x0cwait_seconds\x18\x04 \x01(\x01\".\n\x06KvSent\x12$\n\x05\x62oxes\x18\x01 \x03(\x0b\x32\x15.headwater.v1.SentBox\"~\n\x07SentBox\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btoken_start\x18\x02 \x01(\r\x12\x11\n\ttoken_end\x18\x03 \x01(\r\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x13\n\x0b\x61ge_seconds\x18\x06 \x01(\x01\"4\n\x0cSampledToken\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\r\"Y\n\x08Released\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nbytes_sent\x18\x02 \x01(\x04\x12\x14\n\x0cnum_receipts\x18\x03 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\"\x1d\n\x07\x46\x65tched\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1d\n\x0cWorkerFailed\x12\r\n\x05\x65rror\x18\x01 \x01(\t\"X\n\rRequestFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x13\n\x0b\x65rror_class\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\"\x8f\x03\n\tLogRecord\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12,\n\x06\x63onfig\x18\x02 \x01(\x0b\x32\x1a.headwater.v1.WorkerConfigH\x00\x12.\n\nrendezvous\x18\x03 \x01(\x0b\x32\x18.headwater.v1.RendezvousH\x00\x12)\n\x04open\x18\x04 \x01(\x0b\x32\x19.headwater.v1.OpenRequestH\x00\x12\"\n\x04step\x18\x05 \x01(\x0b\x32\x12.headwater.v1.StepH\x00\x12+\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x1a.headwater.v1.AbortRequestH\x00\x12*\n\x08shutdown\x18\x07 \x01(\x0b\x32\x16.headwater.v1.ShutdownH\x00\x12\x32\n\x08redirect\x18\x08 \x01(\x0b\x32\x1e.headwater.v1.RedirectDeliveryH\x00\x12-\n\x06\x66orget\x18\t \x01(\x0b\x32\x1b.headwater.v1.ForgetRequestH\x00\x42\x07\n\x05\x65ntry\"\xb4\x04\n\x0cWorkerConfig\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12(\n\x08geometry\x18\x04 \x01(\x0b\x32\x16.headwater.v1.Geometry\x12\n\n\x02pp\x18\x05 \x01(\r\x12\n\n\x02tp\x18\x06 \x01(\r\x12\x18\n\x10layer_boundaries\x18\x07 \x03(\r\x12\x11\n\tnum_pages\x18\x08 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x13\n\x0bnum_threads\x18\n \x01(\r\x12\x11\n\x04\x63ore\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0c\x63hunk_tokens\x18\x0c \x01(\r\x12\x11\n\ttransport\x18\r \x01(\t\x12\x19\n\x11send_buffer_bytes\x18\x0e \x01(\r\x12\x11\n\tlog_level\x18\x0f \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x10 \x01(\r\x12\x15\n\rwrite_seconds\x18\x11 \x01(\x01\x12\x15\n\rreply_seconds\x18\x12 \x01(\x01\x12\x1b\n\x13\x61\x63knowledge_seconds\x18\x13 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x14 \x01(\x01\x12\x14\n\x0c\x63hunk_policy\x18\x15 \x01(\t\x12\x33\n\remulated_cost\x18\x16 \x01(\x0b\x32\x17.headwater.v1.StageCostH\x01\x88\x01\x01\x12\x16\n\x0emeasure_layers\x18\x17 \x01(\x08\x42\x07\n\x05_coreB\x10\n\x0e_emulated_cost\"4\n\nRendezvous\x12\x12\n\nstore_host\x18\x01 \x01(\t\x12\x12\n\nstore_port\x18\x02 \x01(\r\"\xa7\x01\n\x0bOpenRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x03(\r\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.headwater.v1.SamplingParams\x12\'\n\x05grant\x18\x05 \x01(\x0b\x32\x13.headwater.v1.GrantH\x00\x88\x01\x01\x42\x08\n\x06_grant\"=\n\x04Step\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12#\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x13.headwater.v1.Chunk\"c\n\x05\x43hunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x0c\n\x04void\x18\x06 \x01(\x08\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"J\n\x10RedirectDelivery\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x05grant\x18\x02 \x01(\x0b\x32\x13.headwater.v1.Grant\"#\n\rForgetRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\n\n\x08Shutdown2N\n\rWorkerService\x12=\n\x04Join\x12\x19.headwater.v1.JoinRequest\x1a\x1a.headwater.v1.JoinResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,51 +33,51 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headwater.v1.worker_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_JOINREQUEST']._serialized_start=70
-  _globals['_JOINREQUEST']._serialized_end=124
-  _globals['_JOINRESPONSE']._serialized_start=126
-  _globals['_JOINRESPONSE']._serialized_end=194
-  _globals['_REPORT']._serialized_start=197
-  _globals['_REPORT']._serialized_end=567
-  _globals['_JOINED']._serialized_start=569
-  _globals['_JOINED']._serialized_end=597
-  _globals['_READY']._serialized_start=600
-  _globals['_READY']._serialized_end=767
-  _globals['_STEPDONE']._serialized_start=769
-  _globals['_STEPDONE']._serialized_end=889
-  _globals['_KVSENT']._serialized_start=891
-  _globals['_KVSENT']._serialized_end=937
-  _globals['_SENTBOX']._serialized_start=939
-  _globals['_SENTBOX']._serialized_end=1065
-  _globals['_SAMPLEDTOKEN']._serialized_start=1067
-  _globals['_SAMPLEDTOKEN']._serialized_end=1119
-  _globals['_RELEASED']._serialized_start=1121
-  _globals['_RELEASED']._serialized_end=1210
-  _globals['_FETCHED']._serialized_start=1212
-  _globals['_FETCHED']._serialized_end=1241
-  _globals['_WORKERFAILED']._serialized_start=1243
-  _globals['_WORKERFAILED']._serialized_end=1272
-  _globals['_REQUESTFAILED']._serialized_start=1274
-  _globals['_REQUESTFAILED']._serialized_end=1362
-  _globals['_LOGRECORD']._serialized_start=1365
-  _globals['_LOGRECORD']._serialized_end=1764
-  _globals['_WORKERCONFIG']._serialized_start=1767
-  _globals['_WORKERCONFIG']._serialized_end=2331
-  _globals['_RENDEZVOUS']._serialized_start=2333
-  _globals['_RENDEZVOUS']._serialized_end=2385
-  _globals['_OPENREQUEST']._serialized_start=2388
-  _globals['_OPENREQUEST']._serialized_end=2555
-  _globals['_STEP']._serialized_start=2557
-  _globals['_STEP']._serialized_end=2618
-  _globals['_CHUNK']._serialized_start=2620
-  _globals['_CHUNK']._serialized_end=2719
-  _globals['_ABORTREQUEST']._serialized_start=2721
-  _globals['_ABORTREQUEST']._serialized_end=2755
-  _globals['_REDIRECTDELIVERY']._serialized_start=2757
-  _globals['_REDIRECTDELIVERY']._serialized_end=2831
-  _globals['_FORGETREQUEST']._serialized_start=2833
-  _globals['_FORGETREQUEST']._serialized_end=2868
-  _globals['_SHUTDOWN']._serialized_start=2870
-  _globals['_SHUTDOWN']._serialized_end=2880
-  _globals['_WORKERSERVICE']._serialized_start=2882
-  _globals['_WORKERSERVICE']._serialized_end=2960
+  _globals['_JOINREQUEST']._serialized_end=139
+  _globals['_JOINRESPONSE']._serialized_start=141
+  _globals['_JOINRESPONSE']._serialized_end=209
+  _globals['_REPORT']._serialized_start=212
+  _globals['_REPORT']._serialized_end=582
+  _globals['_JOINED']._serialized_start=584
+  _globals['_JOINED']._serialized_end=612
+  _globals['_READY']._serialized_start=615
+  _globals['_READY']._serialized_end=782
+  _globals['_STEPDONE']._serialized_start=784
+  _globals['_STEPDONE']._serialized_end=904
+  _globals['_KVSENT']._serialized_start=906
+  _globals['_KVSENT']._serialized_end=952
+  _globals['_SENTBOX']._serialized_start=954
+  _globals['_SENTBOX']._serialized_end=1080
+  _globals['_SAMPLEDTOKEN']._serialized_start=1082
+  _globals['_SAMPLEDTOKEN']._serialized_end=1134
+  _globals['_RELEASED']._serialized_start=1136
+  _globals['_RELEASED']._serialized_end=1225
+  _globals['_FETCHED']._serialized_start=1227
+  _globals['_FETCHED']._serialized_end=1256
+  _globals['_WORKERFAILED']._serialized_start=1258
+  _globals['_WORKERFAILED']._serialized_end=1287
+  _globals['_REQUESTFAILED']._serialized_start=1289
+  _globals['_REQUESTFAILED']._serialized_end=1377
+  _globals['_LOGRECORD']._serialized_start=1380
+  _globals['_LOGRECORD']._serialized_end=1779
+  _globals['_WORKERCONFIG']._serialized_start=1782
+  _globals['_WORKERCONFIG']._serialized_end=2346
+  _globals['_RENDEZVOUS']._serialized_start=2348
+  _globals['_RENDEZVOUS']._serialized_end=2400
+  _globals['_OPENREQUEST']._serialized_start=2403
+  _globals['_OPENREQUEST']._serialized_end=2570
+  _globals['_STEP']._serialized_start=2572
+  _globals['_STEP']._serialized_end=2633
+  _globals['_CHUNK']._serialized_start=2635
+  _globals['_CHUNK']._serialized_end=2734
+  _globals['_ABORTREQUEST']._serialized_start=2736
+  _globals['_ABORTREQUEST']._serialized_end=2770
+  _globals['_REDIRECTDELIVERY']._serialized_start=2772
+  _globals['_REDIRECTDELIVERY']._serialized_end=2846
+  _globals['_FORGETREQUEST']._serialized_start=2848
+  _globals['_FORGETREQUEST']._serialized_end=2883
+  _globals['_SHUTDOWN']._serialized_start=2885
+  _globals['_SHUTDOWN']._serialized_end=2895
+  _globals['_WORKERSERVICE']._serialized_start=2897
+  _globals['_WORKERSERVICE']._serialized_end=2975
 # @@protoc_insertion_point(module_scope)

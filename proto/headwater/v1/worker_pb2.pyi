@@ -28,19 +28,23 @@ class JoinRequest(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     host: _builtins.str
     pid: _builtins.int
+    epoch: _builtins.str
+    """Of the group, as the leader that started this worker gave it; empty: an operator started it."""
     def __init__(
         self,
         *,
         rank: _builtins.int = ...,
         host: _builtins.str = ...,
         pid: _builtins.int = ...,
+        epoch: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "host", b"host", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -135,16 +135,20 @@ class Chaos:
     def _decode(self) -> str:
         return self._random.choice([node.name for node in self._cluster.decode])
 
-    def _workers(self, name: str) -> list[int]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return [child.pid for child in psutil.Process(self._supervisor.children[name].pid).children()]
-        return []
+    async def _worker(self) -> int:
+        """A worker of a prefill group; what the router says of one that has just been lost is half a second old."""
+        while True:
+            leader = self._supervisor.children[self._prefill()].pid
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if workers := psutil.Process(leader).children():
+                    return self._random.choice(workers).pid
+            await asyncio.sleep(0.1)
 
     async def _worker_dies(self) -> None:
-        _signal(self._random.choice(self._workers(self._prefill())), signal.SIGKILL)
+        _signal(await self._worker(), signal.SIGKILL)
 
     async def _worker_stops(self) -> None:
-        await self._pause(self._random.choice(self._workers(self._prefill())))
+        await self._pause(await self._worker())
 
     async def _leader_dies(self) -> None:
         self._kill_and_restart(self._prefill())

@@ -67,7 +67,7 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 
 def open_channel(address: str) -> grpc.aio.Channel:
     """A channel to `address` ("host:port"), with this process's credentials. Connects on first use."""
-    secret = credentials().channel_credentials()
+    secret = credentials().channel_credentials
     if secret is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     return grpc.aio.secure_channel(address, secret, options=CHANNEL_OPTIONS)
@@ -75,7 +75,7 @@ def open_channel(address: str) -> grpc.aio.Channel:
 
 def open_blocking_channel(address: str) -> grpc.Channel:
     """As `open_channel`, for threads."""
-    secret = credentials().channel_credentials()
+    secret = credentials().channel_credentials
     if secret is None:
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
     return grpc.secure_channel(address, secret, options=CHANNEL_OPTIONS)

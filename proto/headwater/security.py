@@ -9,12 +9,13 @@ workers and clients get theirs:
     HEADWATER_ALLOW_PLAIN_TEXT                                "1": plain text on other addresses than loopback
 
 Without a certificate everything is plain text, which is only allowed on loopback unless asked for. What Mooncake writes
-(KV) is not encrypted: its transports have no means for it.
+(KV) is not encrypted.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import ipaddress
 import os
 import ssl
@@ -68,8 +69,9 @@ class Credentials:
             raise InvalidConfig(f"token_file {self.token_file} is empty.")
         return token
 
+    @functools.cached_property
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """To ask with; None: in plain text."""
+        """To ask with; None: in plain text. Kept, because every delivery opens a channel."""
         if not self.ca:
             return None
         pair = (_read(self.key, "tls_key"), _read(self.cert, "tls_cert")) if self.cert else (None, None)

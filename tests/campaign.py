@@ -3,7 +3,7 @@
 python -m tests.campaign answers    20 prompts of 1 to 6,000 tokens on PP∈{1,2,3}×TP∈{1,3} of SmolLM2-135M, and
                                     tiny Llama, Qwen2 and Qwen3 models on PP2·TP2, against single-process transformers
 python -m tests.campaign transfer   N random histories of transfers under faults (tests/kv_transfer/machine.py);
-                                    they wait as much as they compute, so --jobs of twice the cores is best
+                                    they wait more than they compute, so --jobs may be twice the cores
 python -m tests.campaign cluster    a cluster under load whose groups are killed, stopped, restarted and drained for
                                     --minutes (tests/chaos.py)
 python -m tests.campaign rdma       all of tests/rdma over Soft-RoCE, in a virtual machine

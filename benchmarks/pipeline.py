@@ -233,7 +233,7 @@ def stage_starts(log: str, tp: int) -> list[float]:
             # Of a library.
             continue
         entry = json.loads(line)
-        if entry["message"] in (Event.CHUNK_STARTED.value, Event.CHUNK_COMPUTED.value):
+        if entry["message"] in (Event.CHUNK_STARTED.value, Event.CHUNK_FINISHED.value):
             chunk = spans.setdefault(entry["request"], {}).setdefault((entry["tokens"][0], entry["rank"]), {})
             chunk[entry["message"]] = entry["monotonic"]
     late = []
@@ -242,7 +242,7 @@ def stage_starts(log: str, tp: int) -> list[float]:
         for before, start in itertools.pairwise(starts):
             for rank in {rank for _, rank in chunks}:
                 inputs = [chunks[before, rank]] + ([chunks[start, rank - tp]] if rank >= tp else [])
-                ready = max(chunk[Event.CHUNK_COMPUTED.value] for chunk in inputs)
+                ready = max(chunk[Event.CHUNK_FINISHED.value] for chunk in inputs)
                 late.append(max(0.0, chunks[start, rank][Event.CHUNK_STARTED.value] - ready))
     return sorted(late)
 

@@ -119,8 +119,11 @@ class Delivery:
             self._session.on(SenderEvent.FAIL)
             self._log.event(Event.FAILED, error=str(error))
             self._on_failure(error)
-        metrics.TRANSFERS_SENT.labels(self._session.state.value).inc()
+        metrics.DELIVERIES.labels(self._session.state.value).inc()
         push = self._push
+        if error is None and push is not None and push.num_bytes:
+            metrics.DELIVERY_SECONDS.observe(push.busy_seconds)
+            metrics.DELIVERY_RATE.observe(push.num_bytes / push.busy_seconds)
         if push is None:
             return Delivered(0, 0, error, quiesced=True)
         quiesced = push.quiesced
@@ -239,7 +242,7 @@ class Delivery:
         self._messages.put_nowait(transfer_pb2.DeliverRequest(receipt=receipt))
         box = receipt.box
         self._log.event(
-            Event.KV_WRITTEN,
+            Event.CHUNK_WRITTEN,
             layers=[box.layer_start, box.layer_end],
             tokens=[box.token_start, box.token_end],
             num_bytes=receipt.num_bytes,

@@ -212,7 +212,7 @@ class Incoming:
         """
         if not self.session.terminal:
             self.session.on(ReceiverEvent.ABORT)
-            self.log.event(Event.ABORTED, reason=reason)
+            self.log.event(Event.CANCELLED, reason=reason)
             self._end(reason, TransferFailed(f"transfer {self.transfer_id} was aborted: {reason}."))
         try:
             async with asyncio.timeout(deadline_seconds):
@@ -267,7 +267,8 @@ class Incoming:
         verified = self._verified_prefix()
         self.verified_tokens = verified if at_most is None else min(verified, at_most)
         self.coverage.cut(self.verified_tokens)
-        self.log.event(Event.GRANTED, verified_tokens=self.verified_tokens)
+        metrics.RESUMES.inc()
+        self.log.event(Event.ADMITTED, verified_tokens=self.verified_tokens)
 
     def reap(self, now: float) -> None:
         """Ends what has waited for too long. Called now and then, whatever else happens.
@@ -277,6 +278,7 @@ class Incoming:
         """
         lease = self.attempt.lease_until
         if self.session.state is ReceiverState.RECEIVING and lease is not None and now > lease:
+            metrics.LEASES_EXPIRED.inc()
             self.suspend(
                 self.attempt,
                 DeadlinePassed(
@@ -367,15 +369,16 @@ class Incoming:
         seconds = time.monotonic() - self._first_receipt
         self._committed.set_result(Delivery(self._first_token, self._num_bytes, seconds))
         self.log.event(Event.COMMITTED, num_bytes=self._num_bytes, seconds=round(seconds, 6))
-        metrics.TRANSFERS_RECEIVED.labels(ReceiverState.COMMITTED.value).inc()
+        metrics.TRANSFERS.labels(ReceiverState.COMMITTED.value).inc()
         metrics.TRANSFER_SECONDS.observe(seconds)
+        metrics.TRANSFER_BYTES.observe(self._num_bytes)
 
     def _failed(self, error: HeadwaterError) -> None:
         self.log.event(Event.FAILED, error=str(error))
         self._end(str(error), error)
 
     def _end(self, reason: str, error: HeadwaterError) -> None:
-        metrics.TRANSFERS_RECEIVED.labels(self.session.state.value).inc()
+        metrics.TRANSFERS.labels(self.session.state.value).inc()
         self._stop(self.attempt, reason)
         self._committed.set_exception(error)
         self._tell_if_over()

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
+import importlib.metadata
+import platform
+from collections.abc import Mapping
+
+from prometheus_client import Info, start_http_server
 
 from headwater.errors import InvalidConfig
 from headwater.security import credentials
+
+_BUILD = Info("headwater_build", "Version of this process, its role and node in the cluster file.")
+_CONFIG = Info("headwater_config", "What this process was told in the cluster file.")
 
 
 class MetricsServer:
@@ -14,19 +21,23 @@ class MetricsServer:
     Args:
         host: a name or address of this host; IPv6 with or without brackets.
         port: 0 lets the system choose, and `address` says what it chose.
-        registry: what is served.
+        role: "router", "prefill", "worker" or "decode".
+        node: its name in the cluster file.
+        config: what else of the cluster file its figures depend on.
 
     Raises:
         InvalidConfig: the port is taken, or the host is not this one.
     """
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, host: str, port: int, *, role: str, node: str, config: Mapping[str, object]) -> None:
+        version = importlib.metadata.version("headwater")
+        _BUILD.info({"version": version, "python": platform.python_version(), "role": role, "node": node})
+        _CONFIG.info({name: str(value) for name, value in config.items()})
         try:
             own = credentials()
             self._server, self._thread = start_http_server(
                 port,
                 host.strip("[]"),
-                registry,
                 certfile=own.cert or None,
                 keyfile=own.key or None,
                 client_cafile=own.ca if own.mutual else None,

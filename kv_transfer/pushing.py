@@ -92,6 +92,9 @@ class Push:
     ) -> None:
         self.num_bytes = 0
         self.num_receipts = 0
+        # In which any box was under way: from when it was begun until it was acknowledged.
+        self.busy_seconds = 0.0
+        self._busy_since = 0.0
         self._writer = writer
         self._arena = arena
         self._pool = pool
@@ -142,6 +145,8 @@ class Push:
             pieces = split(box, self._wire.wire_cell, room)
         for piece in pieces:
             place = await self._place()
+            if len(self._places) == self._num_places - 1:
+                self._busy_since = time.monotonic()
             work = self._write_direct(piece, place) if self.direct else self._write_staged(piece, place)
             task = asyncio.ensure_future(work)
             self._tasks.add(task)
@@ -157,10 +162,13 @@ class Push:
         if outstanding is None:
             raise StalePeer(f"{self._target.peer} acknowledged receipt {sequence}, which is not outstanding.")
         place, box, num_bytes, began = outstanding
+        now = time.monotonic()
         self._places.append(place)
+        if len(self._places) == self._num_places:
+            self.busy_seconds += now - self._busy_since
         self._changed.set()
         if self._sent is not None:
-            self._sent(box, num_bytes, time.monotonic() - began)
+            self._sent(box, num_bytes, now - began)
 
     async def acknowledged_all(self) -> None:
         """Waits until every box has been acknowledged.
@@ -168,8 +176,8 @@ class Push:
         Raises:
             As `push`.
         """
-        for _ in range(self._num_places):
-            await self._place()
+        while (free := len(self._places)) < self._num_places:
+            await self._more_places(free)
 
     async def stop(self) -> None:
         """Begins nothing more and waits until nothing of this stream packs or writes, or is late at it."""
@@ -201,9 +209,14 @@ class Push:
 
     async def _place(self) -> int:
         """A slot that may be written to."""
+        await self._more_places(0)
+        return self._places.popleft()
+
+    async def _more_places(self, free: int) -> None:
+        """Waits until more than `free` slots are free."""
         try:
             async with asyncio.timeout(self._acknowledge_seconds):
-                while not self._places and not self._failed.done():
+                while len(self._places) <= free and not self._failed.done():
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -213,7 +226,6 @@ class Push:
             ) from None
         if self._failed.done():
             self._failed.result()
-        return self._places.popleft()
 
     async def _write_staged(self, box: Box, slot: int) -> None:
         """Into a landing slot: straight from the pages where they make long pieces, else packed first."""

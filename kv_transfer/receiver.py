@@ -144,7 +144,7 @@ class Receiver:
             self._engine.register(destination.address, destination.layout.total_bytes)
             self._regions[transfer_id] = Region(destination.layout, destination.pages, destination.address)
         self._incoming[transfer_id] = incoming
-        incoming.log.event(Event.GRANTED, num_tokens=num_tokens)
+        incoming.log.event(Event.ADMITTED, num_tokens=num_tokens)
         return incoming
 
     def grant(self, incoming: Incoming) -> common_pb2.Grant:
@@ -375,19 +375,23 @@ class Receiver:
         where = f"{writer}: receipt {receipt.sequence}"
         if not incoming.wants(attempt):
             # Whatever a writer of an earlier attempt says, it is nothing to the current one.
+            metrics.RECEIPTS.labels("late").inc()
             return False
         try:
             box = box_of(receipt, where)
             at = self._checked_place(writer, receipt, box, where)
         except TransferFailed as error:
             # The writer is told to stop, and then says itself that it quiesced.
+            metrics.RECEIPTS.labels("refused").inc()
             incoming.fail(error)
             return False
         try:
             incoming.landing(attempt, box)
         except StalePeer:
+            metrics.RECEIPTS.labels("late").inc()
             return False
         except ValueError as error:
+            metrics.RECEIPTS.labels("refused").inc()
             incoming.fail(TransferFailed(f"{where}: {error}."))
             return False
         work = asyncio.ensure_future(land(self._pool, receipt, box, incoming.wire, incoming.destination, at, where))
@@ -395,6 +399,7 @@ class Receiver:
             # When the writer is lost meanwhile, the box still lands.
             await to_its_end(work)
         except TransferFailed as error:
+            metrics.RECEIPTS.labels("refused").inc()
             incoming.not_landed(error)
             return False
         except BaseException:
@@ -404,8 +409,9 @@ class Receiver:
                 incoming.landed(attempt, receipt.num_bytes)
             raise
         metrics.BYTES_RECEIVED.inc(receipt.num_bytes)
+        metrics.RECEIPTS.labels("landed").inc()
         incoming.log.event(
-            Event.RECEIPT,
+            Event.CHUNK_LANDED,
             rank=writer.rank,
             layers=[box.layers.start, box.layers.end],
             tokens=[box.tokens.start, box.tokens.end],

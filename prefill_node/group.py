@@ -78,6 +78,7 @@ def worker_configs(
             transport=group.transport,
             send_buffer_bytes=group.send_buffer_mb * 1024 * 1024,
             log_level=cluster.log_level,
+            log_format=cluster.log_format,
             max_context_tokens=cluster.model.max_context_tokens or 0,
             write_seconds=cluster.deadlines.write,
             reply_seconds=cluster.deadlines.reply,
@@ -317,6 +318,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         config, scheduler = group.configs[0], leader.scheduler
         pool = scheduler.pool
         ready = group.links.ready
+        backlog_seconds = scheduler.backlog_seconds
+        metrics.BACKLOG_SECONDS.set(backlog_seconds)
         return prefill_pb2.DescribePrefillResponse(
             name=config.group,
             epoch=config.epoch,
@@ -340,7 +343,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 for cost in (leader.cost.group.stages if leader.cost.measured else ())
             ],
             backlog_tokens=scheduler.backlog_tokens,
-            backlog_seconds=scheduler.backlog_seconds,
+            backlog_seconds=backlog_seconds,
             transfer_seconds=leader.transfer_seconds,
         )
 
@@ -373,7 +376,20 @@ async def serve(cluster: Cluster, name: str) -> int:
             "serve a model that caches keys and values."
         )
     server = Server(section.address, ["headwater.v1.PrefillService", "headwater.v1.WorkerService"])
-    exporter = MetricsServer(section.address.rpartition(":")[0], section.metrics_port)
+    exporter = MetricsServer(
+        section.address.rpartition(":")[0],
+        section.metrics_port,
+        role="prefill",
+        node=name,
+        config={
+            "pp": section.pp,
+            "tp": section.tp,
+            "device": section.device,
+            "chunk_policy": section.chunk_policy,
+            "chunk_tokens": section.chunk_tokens,
+            "page_size": section.page_size,
+        },
+    )
     group = Group(cluster, section, folder, server.address, exporter.address)
     stopping = Stopping()
     stop = stopping.asked

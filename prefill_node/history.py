@@ -62,6 +62,25 @@ class History:
     def ran(self, run: StageRun) -> None:
         self._runs.append(run)
 
+    def computing(self, request_id: str, stage: int, start: float, end: float) -> tuple[float, float]:
+        """Seconds of [start, end] in which a stage computed steps with the request's chunks, and other steps.
+
+        Runs are known by when they were reported; where two seem to overlap, the time is counted once.
+        """
+        own = others = 0.0
+        until = end
+        for run in reversed(self._runs):
+            if run.end <= start:
+                break
+            if run.stage == stage:
+                seconds = max(0.0, min(run.end, until) - max(run.start, start))
+                until = min(until, run.start)
+                if any(owner == request_id for owner, _, _ in run.chunks):
+                    own += seconds
+                else:
+                    others += seconds
+        return own, others
+
     def sent(self, sent: Sent) -> None:
         record = self._running.get(sent.kv.request_id) or self._ended.get(sent.kv.request_id)
         if record is not None and len(record.sent) < _MAX_SENT:

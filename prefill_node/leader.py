@@ -44,8 +44,10 @@ class _Caller:
     request: Request
     queued_at: float
     events: asyncio.Queue[prefill_pb2.PrefillResponse | None] = dataclasses.field(default_factory=asyncio.Queue)
+    # What earlier attempts delivered is being fetched, and is there.
+    fetch_at: float = 0.0
+    fetched_at: float = 0.0
     scheduled_at: float = 0.0
-    last_chunk_at: float = 0.0
     error: HeadwaterError | None = None
     bytes_sent: int = 0
     num_receipts: int = 0
@@ -100,6 +102,7 @@ class Leader:
         self._busy = [metrics.STAGE_SECONDS.labels(stage) for stage in stages]
         self._waiting = [metrics.STAGE_WAIT_SECONDS.labels(stage) for stage in stages]
         self._cost_error = [metrics.COST_ERROR.labels(stage) for stage in stages]
+        self._chunk_seconds = [metrics.CHUNK_SECONDS.labels(stage) for stage in stages]
         # Why the group does not serve; empty when it does.
         self.not_serving = "starting"
 
@@ -114,7 +117,10 @@ class Leader:
         scheduler = self.scheduler
         metrics.QUEUED.set_function(lambda: scheduler.num_queued)
         metrics.RUNNING.set_function(lambda: scheduler.num_running)
-        metrics.FREE_PAGES.set_function(lambda: scheduler.pool.free_pages)
+        metrics.OLDEST_SECONDS.set_function(lambda: scheduler.oldest_queued_seconds)
+        pool = scheduler.pool
+        metrics.PAGES.labels("free").set_function(lambda: pool.free_pages)
+        metrics.PAGES.labels("held").set_function(lambda: pool.num_pages - pool.free_pages)
 
     async def prefill(self, request: prefill_pb2.PrefillRequest) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         """Runs one request. Leaving the iterator early cancels it.
@@ -183,8 +189,7 @@ class Leader:
         elif report.HasField("request_failed"):
             self._request_failed(report.request_failed)
         elif report.HasField("fetched"):
-            self.scheduler.fetched(report.fetched.request_id, rank)
-            self._advance()
+            self._fetched(report.fetched.request_id, rank)
         elif report.HasField("released"):
             self._released(rank, report.released)
 
@@ -234,6 +239,8 @@ class Leader:
                 self._given[entry.stage, entry.entry.sequence] = entry.entry
                 if entry.stage == 0:
                     self._step_begun(entry.entry)
+            elif isinstance(entry.entry, worker_pb2.OpenRequest) and self.scheduler.is_fetching(entry.entry.request_id):
+                self._callers[entry.entry.request_id].fetch_at = time.monotonic()
 
     def _request_failed(self, failed: worker_pb2.RequestFailed) -> None:
         """A rank cannot deliver."""
@@ -301,7 +308,7 @@ class Leader:
     def _scheduled(self, caller: _Caller) -> None:
         if caller.patience is not None:
             caller.patience.cancel()
-        caller.scheduled_at = caller.last_chunk_at = time.monotonic()
+        caller.scheduled_at = time.monotonic()
         metrics.QUEUE_SECONDS.observe(caller.scheduled_at - caller.queued_at)
         num_chunks = caller.request.num_chunks
         caller.tell(scheduled=prefill_pb2.PrefillScheduled(num_chunks=num_chunks))
@@ -316,6 +323,7 @@ class Leader:
             self.cost.add(stage, [(start, end - start) for _, start, end in computed], done.compute_seconds)
             self.history.ran(StageRun(stage, done.sequence, computed, now - done.compute_seconds, now))
             self._busy[stage].inc(done.compute_seconds)
+            self._chunk_seconds[stage].observe(done.compute_seconds)
             error = self.cost.stages[stage].error
             if error is not None:
                 self._cost_error[stage].observe(error)
@@ -337,17 +345,29 @@ class Leader:
                 continue
             caller.tell(chunk_done=prefill_pb2.ChunkDone(token_end=chunk.end))
             if chunk.last:
-                caller.tell(
-                    first_token=prefill_pb2.FirstToken(
-                        token_id=sampled[chunk.request_id],
-                        queue_seconds=caller.scheduled_at - caller.queued_at,
-                        first_chunks_seconds=caller.last_chunk_at - caller.scheduled_at,
-                        last_chunk_seconds=now - caller.last_chunk_at,
-                    )
-                )
+                caller.tell(first_token=self._first_token(caller, sampled[chunk.request_id], now))
                 metrics.PREFILL_SECONDS.observe(now - caller.scheduled_at)
                 self._log(caller.request).event(Event.FIRST_TOKEN_SAMPLED, token=sampled[chunk.request_id])
-            caller.last_chunk_at = now
+
+    def _first_token(self, caller: _Caller, token: int, now: float) -> prefill_pb2.FirstToken:
+        """With where the time went: what the last stage did from the first step on, and what was before that."""
+        own, others = self.history.computing(caller.request.request_id, self.num_stages - 1, caller.scheduled_at, now)
+        fetching = caller.fetched_at - caller.fetch_at
+        return prefill_pb2.FirstToken(
+            token_id=token,
+            queue_seconds=caller.scheduled_at - caller.queued_at - fetching + others,
+            exposed_transfer_seconds=fetching,
+            compute_seconds=own,
+            bubble_seconds=now - caller.scheduled_at - own - others,
+        )
+
+    def _fetched(self, request_id: str, rank: int) -> None:
+        self.scheduler.fetched(request_id, rank)
+        caller = self._callers.get(request_id)
+        if caller is not None and not self.scheduler.is_fetching(request_id):
+            caller.fetched_at = time.monotonic()
+            metrics.FETCH_SECONDS.observe(caller.fetched_at - caller.fetch_at)
+        self._advance()
 
     def _released(self, rank: int, released: worker_pb2.Released) -> None:
         caller = self._callers.get(released.request_id)
@@ -385,8 +405,8 @@ class Leader:
             self._log(caller.request).event(Event.FAILED, error=str(caller.error))
             metrics.REQUESTS.labels(type(caller.error).__name__).inc()
         elif self._cancel(request_id):
-            self._log(caller.request).event(Event.ABORTED)
-            metrics.REQUESTS.labels("aborted").inc()
+            self._log(caller.request).event(Event.CANCELLED)
+            metrics.REQUESTS.labels("cancelled").inc()
         else:
             metrics.REQUESTS.labels("completed").inc()
         self._note_idle()

@@ -165,6 +165,12 @@ class Scheduler:
         return len(self._queue)
 
     @property
+    def oldest_queued_seconds(self) -> float:
+        """How long the oldest of the queued requests has waited. May be asked from another thread."""
+        now = self._clock()
+        return max((now - request.served_at for request in list(self._queue)), default=0.0)
+
+    @property
     def num_running(self) -> int:
         return len(self._active)
 

@@ -138,7 +138,7 @@ class StepRunner:
         )
         metrics.STEP_SECONDS.observe(done.compute_seconds)
         for chunk in launched.chunks:
-            log.event(Event.CHUNK_COMPUTED, request=chunk.request_id, tokens=[chunk.tokens.start, chunk.tokens.end])
+            log.event(Event.CHUNK_FINISHED, request=chunk.request_id, tokens=[chunk.tokens.start, chunk.tokens.end])
             self._computed(chunk.request_id, chunk.tokens)
         if self._place.samples:
             for (chunk, sampling), logits in zip(

@@ -72,14 +72,14 @@ class Worker:
         self._control.report(worker_pb2.Report(failed=worker_pb2.WorkerFailed(error=error)))
 
     def _serve(self, config: worker_pb2.WorkerConfig) -> None:
-        configure_logging(config.group, config.log_level, self._rank)
+        configure_logging(config.group, config.log_level, self._rank, config.log_format)
         place = Place(self._rank, config.pp, config.tp)
         torch.set_num_threads(config.num_threads)
         device = torch.device("cuda" if config.device == "cuda" else "cpu")
         # Engine, store and process group start threads, which inherit this thread's cores: pin after them.
         engine = MooncakeEngine(self._host, config.transport, config.write_seconds)
         mesh = self._join(place, config)
-        exporter = MetricsServer(self._host, 0)
+        exporter = MetricsServer(self._host, 0, role="worker", node=config.group, config={"rank": self._rank})
         layers = Span(config.layer_boundaries[place.stage], config.layer_boundaries[place.stage + 1])
         stage = _make_stage(config, layers, device, mesh)
         share = head_share(config.geometry.num_kv_heads, config.tp, place.tensor_rank)

@@ -35,7 +35,8 @@ class Answer:
         self._timeline = timeline
         self._log = log
         self._num_tokens = 0
-        self._leader = prefill_pb2.FirstToken()
+        self._ttft = router_pb2.TtftParts()
+        self._last_token_at = 0.0
         self._first_token_sent = asyncio.Event()
         self.finished = False
         self.is_committed = False
@@ -57,12 +58,11 @@ class Answer:
     async def first_token(self, sampled: prefill_pb2.FirstToken) -> None:
         """Prefill has sampled the first token: it goes out at once."""
         self._timeline.first_token = time.monotonic()
-        self._leader = sampled
         await self._send_token(sampled.token_id)
-        self._timeline.first_token_sent = time.monotonic()
+        self._ttft = self._timeline.parts(sampled, sent=self._last_token_at)
         self._first_token_sent.set()
         self._log.event(Event.FIRST_TOKEN_SENT, token=sampled.token_id)
-        metrics.observe_ttft(self._timeline.parts(sampled))
+        metrics.observe_ttft(self._ttft)
 
     def committed(self) -> None:
         """The decode group has all KV."""
@@ -86,12 +86,19 @@ class Answer:
             num_prompt_tokens=self._job.num_tokens,
             num_generated_tokens=self._num_tokens,
             text=text,
-            ttft=self._timeline.parts(self._leader),
+            ttft=self._ttft,
             commit_after_first_token_seconds=self._timeline.commit_after_first_token,
         )
         self.finished = True
         outcome = common_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
         metrics.REQUESTS.labels(outcome).inc()
+        if self._num_tokens > 1:
+            first_token_at = self._timeline.received + self._ttft.total
+            metrics.TIME_PER_OUTPUT_TOKEN_SECONDS.observe(
+                (self._last_token_at - first_token_at) / (self._num_tokens - 1)
+            )
+        if self.is_committed:
+            metrics.KV_EXPOSED_SECONDS.observe(self._timeline.commit_after_first_token)
         self._log.event(Event.FINISHED, reason=outcome, num_generated_tokens=self._num_tokens)
         await self._client.send(router_pb2.GenerateResponse(finished=finished))
 
@@ -106,3 +113,4 @@ class Answer:
         self._num_tokens += 1
         metrics.GENERATED_TOKENS.inc()
         await self._client.send(router_pb2.GenerateResponse(token=token))
+        self._last_token_at = time.monotonic()

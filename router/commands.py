@@ -128,7 +128,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     cluster = load_cluster(arguments.cluster)
     use(cluster.security)
-    configure_logging(cluster.router.name, cluster.log_level)
+    configure_logging(cluster.router.name, cluster.log_level, form=cluster.log_format)
     return asyncio.run(serve(cluster))
 
 

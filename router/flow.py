@@ -78,23 +78,27 @@ class Flow:
         log = _log.bind(request=request_id)
         log.event(Event.RECEIVED)
         answer: Answer | None = None
+        ended = "ok"
         with metrics.IN_FLIGHT.track_inprogress():
             try:
                 job = await prepare(request, request_id, self._model)
-                timeline.tokenized = time.monotonic()
                 log.event(Event.TOKENIZED, num_prompt_tokens=job.num_tokens)
                 stream = TextStream(self._model.text.tokenizer, job.stop.stop)
                 answer = Answer(client, job, stream, timeline, log)
                 await self._try(job, answer, timeline, log)
             except asyncio.CancelledError:
                 if answer is None or not answer.finished:
+                    ended = "cancelled"
                     metrics.REQUESTS.labels("cancelled").inc()
-                    log.event(Event.ABORTED)
+                    log.event(Event.CANCELLED)
                 raise
             except HeadwaterError as error:
+                ended = "error"
                 metrics.REQUESTS.labels(type(error).__name__).inc()
                 log.event(Event.FAILED, error=type(error).__name__, message=str(error))
                 raise
+            finally:
+                metrics.REQUEST_DURATION_SECONDS.labels(ended).observe(time.monotonic() - timeline.received)
 
     async def _try(self, job: Job, answer: Answer, timeline: Timeline, log: Logger) -> None:
         """On one pair after the other, as long as the client has no token: each time a new transfer, without the groups
@@ -112,6 +116,7 @@ class Flow:
                     # Nobody is left; what is said is why somebody else was needed.
                     raise failure from None
                 raise
+            timeline.on_paired()
             transfer_id = uuid.uuid4().hex
             legs = Legs(
                 self._peers,

@@ -16,16 +16,6 @@ from headwater.v1 import router_pb2
 from router.console import open_console
 from router.ttft import PARTS
 
-_MEANING = {
-    "tokenize": "text to token ids",
-    "pair": "a prefill and a decode group agree",
-    "queue": "waiting for pages in the prefill group",
-    "first_chunks": "all chunks but the last",
-    "last_chunk": "the last chunk, and sampling",
-    "hand_over": "between router and leader",
-    "deliver": "to the client's stream",
-}
-
 
 async def run_generate(address: str, request: router_pb2.GenerateRequest, *, as_json: bool, progress: bool) -> int:
     """Streams the answer to standard output and says on standard error where its time went.
@@ -120,10 +110,10 @@ def _show_summary(answer: Answer) -> None:
     finished, ttft = answer.finished, answer.finished.ttft
     table = Table("part of TTFT", "seconds", "share", "what it is", title=f"TTFT {ttft.total:.3f} s")
     table.columns[1].justify = table.columns[2].justify = "right"
-    for name in PARTS:
+    for name, meaning in PARTS.items():
         seconds = getattr(ttft, name)
         share = seconds / ttft.total if ttft.total else 0.0
-        table.add_row(name, f"{seconds:.4f}", f"{share:.1%}", _MEANING[name])
+        table.add_row(name, f"{seconds:.4f}", f"{share:.1%}", meaning)
     console = open_console(stderr=True)
     console.print(table)
     where = answer.accepted.prefill_group

@@ -10,6 +10,7 @@ _TEMPLATE = """\
 # A Headwater cluster: one router, prefill groups, decode nodes. The same file on every host.
 # All keys: `headwater config schema`. What is wrong with it, and what it adds up to: `headwater check {name}`.
 # log_level = "info"
+# log_format = "json"             # or "human"
 
 [model]
 # A Hugging Face folder with config.json, safetensors and tokenizer.json; the same path on every host.

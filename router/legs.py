@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 
@@ -131,15 +130,16 @@ class Legs:
 
     async def _run(self) -> None:
         decode = self._pair.decode
+        self._log.event(Event.PAIRED, prefill=self._pair.prefill.name, decode=decode.name if decode else "")
         if decode is None:
-            self._paired()
+            self._timeline.on_admitted()
             await self._prefill(self._pair.prefill, None)
             return
         granted: asyncio.Future[common_pb2.Grant] = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as legs:
             legs.create_task(self._decode_leg(decode, granted))
             grant = await granted
-            self._paired()
+            self._timeline.on_admitted()
             legs.create_task(self._prefill_leg(grant))
 
     async def _prefill_leg(self, grant: common_pb2.Grant) -> None:
@@ -160,6 +160,8 @@ class Legs:
                     with _or_raise(error):
                         grant = await self._regrant()
                     self._prefill_group = other.prefill
+                    self._timeline.on_resumed()
+                    metrics.RESUMES.labels("prefill").inc()
                     self._log.event(
                         Event.RESUMED,
                         attempt=self._attempt,
@@ -198,6 +200,7 @@ class Legs:
                             events, grant = await self._open_decode(stack, node, self._attempt + 1)
                             await self._redirect(grant)
                         self._decode_group = node
+                        metrics.RESUMES.labels("decode").inc()
                         self._log.event(Event.RESUMED, attempt=self._attempt, decode=node.name, instead_of=lost.name)
 
     async def _open_decode(
@@ -285,11 +288,6 @@ class Legs:
         if (first.grant.transfer_id, first.grant.attempt) != (self._transfer_id, attempt):
             raise StalePeer(f"decode {decode} granted transfer {first.grant.transfer_id!r}, not {self._transfer_id!r}.")
         return first.grant
-
-    def _paired(self) -> None:
-        self._timeline.paired = time.monotonic()
-        decode = self._pair.decode.name if self._pair.decode else ""
-        self._log.event(Event.PAIRED, prefill=self._pair.prefill.name, decode=decode)
 
     async def _prefill(self, group: PrefillGroup, grant: common_pb2.Grant | None) -> None:
         """One group's prefill. Without a grant it gives the whole answer, one token."""

@@ -4,24 +4,56 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from headwater.buckets import PART_SECONDS, REQUEST_SECONDS, STEP_SECONDS
 from headwater.v1 import router_pb2
 from router.ttft import PARTS
 
-_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
-
+# Names as in OpenTelemetry's semantic conventions for generative AI, where it has one.
 TTFT_SECONDS = Histogram(
-    "headwater_ttft_seconds", "From receiving a request to sending its first token.", buckets=_SECONDS
+    "gen_ai_server_time_to_first_token_seconds",
+    "From receiving a request to handing its first token to the client's stream.",
+    buckets=REQUEST_SECONDS,
+)
+REQUEST_DURATION_SECONDS = Histogram(
+    "gen_ai_server_request_duration_seconds",
+    "From receiving a request to its end, by outcome: ok, cancelled or error.",
+    ["outcome"],
+    buckets=REQUEST_SECONDS,
+)
+TIME_PER_OUTPUT_TOKEN_SECONDS = Histogram(
+    "gen_ai_server_time_per_output_token_seconds",
+    "Mean time between tokens after the first, by answer.",
+    buckets=STEP_SECONDS,
 )
 TTFT_PART_SECONDS = Histogram(
-    "headwater_ttft_part_seconds", "The parts of headwater_ttft_seconds, in order.", ["part"], buckets=_SECONDS
+    "headwater_ttft_part_seconds",
+    "The parts of gen_ai_server_time_to_first_token_seconds; they sum to it.",
+    ["part"],
+    buckets=PART_SECONDS,
+)
+KV_EXPOSED_SECONDS = Histogram(
+    "headwater_kv_exposed_seconds",
+    "From the first token to the commit of the KV: what the second token waits for the transfer.",
+    buckets=PART_SECONDS,
 )
 REQUESTS = Counter(
     "headwater_requests", "Requests by outcome: a finish reason, cancelled, or the class of the error.", ["outcome"]
 )
 RETRIES = Counter("headwater_retries", "Requests that were started anew on other groups.")
+RESUMES = Counter(
+    "headwater_resumes", "Requests that went on with another group from where one was lost, by its role.", ["role"]
+)
 IN_FLIGHT = Gauge("headwater_requests_in_flight", "Requests that were received and have not ended.")
 PROMPT_TOKENS = Counter("headwater_prompt_tokens", "Tokens of the prompts that were sent to a prefill group.")
 GENERATED_TOKENS = Counter("headwater_generated_tokens", "Tokens sent to clients.")
+GROUP_STATE = Gauge(
+    "headwater_group_state",
+    "1 for the state that a group is in, as this router sees it.",
+    ["group", "role", "state"],
+)
+BREAKER_STATE = Gauge(
+    "headwater_breaker_state", "1 for the state of this router's breaker for a group.", ["group", "state"]
+)
 
 
 def observe_ttft(parts: router_pb2.TtftParts) -> None:

@@ -17,7 +17,8 @@ from headwater.cluster import Cluster
 from headwater.errors import GeometryMismatch, HeadwaterError, InvalidConfig, PeerError, PeerUnavailable
 from headwater.lifecycle import get_logger
 from headwater.v1 import decode_pb2, prefill_pb2
-from router.breaker import Breaker
+from router import metrics
+from router.breaker import Breaker, BreakerState
 from router.compatibility import mismatches, unpaired
 from router.snapshot import Group, Snapshot, State
 
@@ -188,18 +189,29 @@ class Registry:
         return member
 
     async def _forget(self, member: _AnyMember) -> None:
-        self._prefill.pop(member.name, None)
+        role = "prefill" if self._prefill.pop(member.name, None) else "decode"
         self._decode.pop(member.name, None)
+        for state in State:
+            metrics.GROUP_STATE.remove(member.name, role, state)
+        for breaker in BreakerState:
+            metrics.BREAKER_STATE.remove(member.name, breaker)
         if member.watching is not None and member.watching is not asyncio.current_task():
             member.watching.cancel()
         await self._describers.remove(member.name)
 
     def _add(self, name: str, role: str, address: str) -> _AnyMember:
+        member: _AnyMember
         if role == "prefill":
-            self._prefill[name] = _Member(name, address, self._describers.describe_prefill, self._clock)
-            return self._prefill[name]
-        self._decode[name] = _Member(name, address, self._describers.describe_decode, self._clock)
-        return self._decode[name]
+            member = self._prefill[name] = _Member(name, address, self._describers.describe_prefill, self._clock)
+        else:
+            member = self._decode[name] = _Member(name, address, self._describers.describe_decode, self._clock)
+        for state in State:
+            metrics.GROUP_STATE.labels(name, role, state).set_function(lambda state=state: member.state is state)  # type: ignore[misc]
+        for breaker in BreakerState:
+            metrics.BREAKER_STATE.labels(name, breaker).set_function(
+                lambda breaker=breaker: member.breaker.state is breaker  # type: ignore[misc]
+            )
+        return member
 
     def _member(self, name: str) -> _AnyMember | None:
         return self._prefill.get(name) or self._decode.get(name)

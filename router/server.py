@@ -73,7 +73,17 @@ async def running_router(cluster: Cluster, model: ServedModel, stopping: Stoppin
     peers = Peers(cluster)
     registry = Registry(cluster, peers, model.tokenizer_fingerprint, on_change)
     async with contextlib.AsyncExitStack() as stack:
-        metrics_server = MetricsServer(cluster.router.address.rpartition(":")[0], cluster.router.metrics_port)
+        metrics_server = MetricsServer(
+            cluster.router.address.rpartition(":")[0],
+            cluster.router.metrics_port,
+            role="router",
+            node=cluster.router.name,
+            config={
+                "prefill_policy": cluster.router.prefill_policy,
+                "decode_policy": cluster.router.decode_policy,
+                "model": Path(cluster.model.path).name,
+            },
+        )
         stack.callback(metrics_server.stop)
         stack.push_async_callback(peers.close)
         stack.push_async_callback(registry.stop)

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 from headwater.v1 import prefill_pb2, router_pb2
 
-# In order of time; they sum to the total.
-PARTS = ("tokenize", "pair", "queue", "first_chunks", "last_chunk", "hand_over", "deliver")
+# What TTFT is made of; they sum to the total. `TtftParts` in router.proto says where each begins and ends.
+PARTS = {
+    "routing": "text to token ids, and the choice of a pair",
+    "admission": "the decode group grants",
+    "retry": "on groups that were lost",
+    "queue": "waiting for pages and turns in the prefill group",
+    "exposed_transfer": "prefill waits for KV to move",
+    "compute": "the last stage computes this prompt",
+    "bubble": "the last stage has nothing to compute",
+    "relay": "between router, leader and client",
+}
 
 
 @dataclasses.dataclass(slots=True)
@@ -15,27 +25,45 @@ class Timeline:
     """When things happened, in seconds of the router's monotonic clock; 0 when they have not."""
 
     received: float
-    tokenized: float = 0.0
+    # The first pair, and the newest one.
+    first_paired: float = 0.0
     paired: float = 0.0
+    admitted: float = 0.0
+    # A prefill group was asked; the newest one.
+    asked: float = 0.0
     first_token: float = 0.0
-    first_token_sent: float = 0.0
     committed: float = 0.0
 
-    def parts(self, leader: prefill_pb2.FirstToken) -> router_pb2.TtftParts:
-        """The parts, once the first token was sent.
+    def on_paired(self) -> None:
+        """A pair is chosen."""
+        self.paired = time.monotonic()
+        self.first_paired = self.first_paired or self.paired
 
-        `hand_over` is what is left of the wait for prefill after the leader's own durations. The total is the
-        sum of the parts, which is `first_token_sent - received` up to rounding.
+    def on_admitted(self) -> None:
+        """The pair's decode group has granted; its prefill group is asked now."""
+        self.admitted = self.asked = time.monotonic()
+
+    def on_resumed(self) -> None:
+        """Another prefill group is asked instead of one that was lost."""
+        self.asked = time.monotonic()
+
+    def parts(self, leader: prefill_pb2.FirstToken, sent: float) -> router_pb2.TtftParts:
+        """The parts of what ended at `sent`, when the first token was handed to the client's stream.
+
+        `relay` is what is left after the leader's own durations, so the parts sum to `sent - received` up to rounding.
         """
-        leader_seconds = leader.queue_seconds + leader.first_chunks_seconds + leader.last_chunk_seconds
-        parts = {
-            "tokenize": self.tokenized - self.received,
-            "pair": self.paired - self.tokenized,
+        leader_parts = {
             "queue": leader.queue_seconds,
-            "first_chunks": leader.first_chunks_seconds,
-            "last_chunk": leader.last_chunk_seconds,
-            "hand_over": self.first_token - self.paired - leader_seconds,
-            "deliver": self.first_token_sent - self.first_token,
+            "exposed_transfer": leader.exposed_transfer_seconds,
+            "compute": leader.compute_seconds,
+            "bubble": leader.bubble_seconds,
+        }
+        parts = {
+            "routing": self.first_paired - self.received,
+            "admission": self.admitted - self.paired,
+            "retry": (self.paired - self.first_paired) + (self.asked - self.admitted),
+            **leader_parts,
+            "relay": sent - self.asked - sum(leader_parts.values()),
         }
         return router_pb2.TtftParts(total=sum(parts[name] for name in PARTS), **parts)
 

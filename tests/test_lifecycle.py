@@ -66,3 +66,10 @@ def test_exception_carries_its_traceback(capsys: pytest.CaptureFixture[str]) -> 
     (line,) = lines(capsys)
     assert (line["level"], line["message"], line["request"]) == ("error", "it failed", "r")
     assert str(line["traceback"]).endswith("ValueError: boom")
+
+
+def test_lines_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("p0", "info", rank=3, form="human")
+    get_logger("x").bind(request="r", transfer=None).event(Event.CHUNK_STARTED, tokens=[0, 512])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.partition(" ")[2] == "INFO    p0/3 chunk_started  request=r tokens=[0, 512]"

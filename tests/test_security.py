@@ -104,7 +104,7 @@ def test_without_mutual_a_client_needs_the_authority_only(files: Files) -> None:
 
 def test_metrics_are_served_with_the_same_certificate(files: Files) -> None:
     security.use(files.own)
-    exporter = MetricsServer("127.0.0.1", 0)
+    exporter = MetricsServer("127.0.0.1", 0, role="router", node="r", config={})
     url = f"https://{exporter.address}/metrics"
 
     def get(context: ssl.SSLContext) -> bytes:

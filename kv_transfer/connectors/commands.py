@@ -32,5 +32,5 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     cluster = load_cluster(arguments.cluster, arguments.dtype)
     use(cluster.security)
-    configure_logging(arguments.name, cluster.log_level)
+    configure_logging(arguments.name, cluster.log_level, form=cluster.log_format)
     return asyncio.run(serve(cluster, arguments.name))

@@ -65,8 +65,11 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
         self.draining = False
         self.idle = asyncio.Event()
         self.idle.set()
-        for owner in ("free", "held", "quarantined"):
-            metrics.SLOTS.labels(owner).set_function(lambda name=owner: getattr(arena, name))  # type: ignore[misc]
+        for state in ("free", "held", "quarantined"):
+            metrics.SLOTS.labels(state).set_function(lambda name=state: getattr(arena, name))  # type: ignore[misc]
+        metrics.DECODE_CAPACITY.set(section.capacity_tokens)
+        metrics.DECODE_PROMISED.set_function(lambda: self._promised_tokens)
+        metrics.DECODE_ACTIVE.set_function(lambda: self._active)
 
     async def Decode(  # noqa: N802 - gRPC's name
         self, request: decode_pb2.DecodeRequest, context: object
@@ -197,6 +200,7 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
                 on_error=put,
                 on_left=leave,
             )
+            log.event(Event.DECODE_STARTED, request=request.request_id, transfer=request.transfer_id)
             self._decoder.add(continuation)
             try:
                 while reason is None:
@@ -231,7 +235,18 @@ async def serve(cluster: Cluster, name: str) -> int:
     async with contextlib.AsyncExitStack() as stack:
         # Claims the port before the slow part.
         server = Server(section.address, ["headwater.v1.DecodeService", "headwater.v1.TransferService"])
-        exporter = MetricsServer(host, section.metrics_port)
+        exporter = MetricsServer(
+            host,
+            section.metrics_port,
+            role="decode",
+            node=name,
+            config={
+                "delivery": section.delivery,
+                "wire_dtype": section.wire_dtype,
+                "digests": section.digests,
+                "capacity_tokens": section.capacity_tokens,
+            },
+        )
         stack.callback(exporter.stop)
         engine = MooncakeEngine(host, section.transport, cluster.deadlines.write)
         stack.callback(engine.close)

@@ -195,6 +195,8 @@ class Cluster(Struct, frozen=True, forbid_unknown_fields=True):
     deadlines: Deadlines = Deadlines()
     security: Security = Security()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    # One JSON object a line, or lines for people.
+    log_format: Literal["json", "human"] = "json"
 
     def prefill_named(self, name: str) -> Prefill:
         return _named(self.prefill, name, "prefill")

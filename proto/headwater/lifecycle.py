@@ -1,9 +1,9 @@
 """Lifecycle events and structured logs.
 
-One enum of events feeds logs and metrics. Every process writes JSON lines to standard error: `time` is Unix
-seconds for people; `monotonic` is the host's CLOCK_MONOTONIC in seconds, the same for all processes of one
-host, so events of different processes on one host can be ordered. `node` and `rank` name the process;
-`request` and `transfer` name the work.
+One enum of events feeds logs, spans and metrics. Every process writes lines to standard error, as JSON or for people.
+In JSON `time` is Unix seconds; `monotonic` is the host's CLOCK_MONOTONIC in seconds, the same for all processes of one
+host, so events of different processes on one host can be ordered. `node` and `rank` name the process; `request` and
+`transfer` name the work.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class Event(enum.StrEnum):
 
     RECEIVED = "received"  # router: the request arrived
     TOKENIZED = "tokenized"  # router
-    GRANTED = "granted"  # decode: admitted, grant sent
-    PAIRED = "paired"  # router: has the grant
+    PAIRED = "paired"  # router: has chosen a prefill and a decode group
+    ADMITTED = "admitted"  # decode: grants
     RESUMED = "resumed"  # router: another group goes on where one was lost
     RETRIED = "retried"  # router: starts anew on other groups
     QUEUED = "queued"  # leader: accepted
     SCHEDULED = "scheduled"  # leader: first step sent to the workers
     CHUNK_STARTED = "chunk_started"  # worker: computing [start, end)
-    CHUNK_COMPUTED = "chunk_computed"  # worker
-    KV_WRITTEN = "kv_written"  # worker: one box is in its landing slot
-    RECEIPT = "receipt"  # decode: one box verified and unpacked
+    CHUNK_FINISHED = "chunk_finished"  # worker
+    CHUNK_WRITTEN = "chunk_written"  # worker: one box of a chunk's KV is in its landing slot
+    CHUNK_LANDED = "chunk_landed"  # decode: one box of a chunk's KV is verified and unpacked
     SUSPENDED = "suspended"  # decode: an attempt was lost; what is verified is kept for the next
     FETCHED = "fetched"  # worker: has taken over what earlier attempts verified
     DELIVERY_LOST = "delivery_lost"  # leader: the decode node is gone; pages are kept for a redirect
@@ -41,8 +41,9 @@ class Event(enum.StrEnum):
     FIRST_TOKEN_SENT = "first_token_sent"  # noqa: S105 - router: handed to the client's stream
     RELEASED = "released"  # leader: every rank quiesced, pages free
     COMMITTED = "committed"  # decode: full, verified coverage
+    DECODE_STARTED = "decode_started"  # decode: the answer is continued
     FINISHED = "finished"  # router, decode: the answer is complete
-    ABORTED = "aborted"  # any: cancelled
+    CANCELLED = "cancelled"  # any: nobody wants it any more
     FAILED = "failed"  # any: ended by an error
 
 
@@ -109,15 +110,34 @@ class _JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def configure_logging(node: str, level: str, rank: int | None = None) -> None:
-    """Sends every log line of this process to standard error as JSON.
+class _HumanLines(logging.Formatter):
+    """`12:34:56.789 INFO  p0/3 chunk_started  request=r1 tokens=[0, 512]`."""
+
+    def __init__(self, process: dict[str, Any]) -> None:
+        super().__init__()
+        self._process = "/".join(str(part) for part in process.values())
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {name: value for name, value in getattr(record, _FIELDS, {}).items() if name != "event"}
+        time_of_day = f"{self.formatTime(record, '%H:%M:%S')}.{record.msecs:03.0f}"
+        said = " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+        line = f"{time_of_day} {record.levelname:<7} {self._process} {record.getMessage()}  {said}".rstrip()
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+_FORMATS = {"json": _JsonLines, "human": _HumanLines}
+
+
+def configure_logging(node: str, level: str, rank: int | None = None, form: str = "json") -> None:
+    """Sends every log line of this process to standard error.
 
     Args:
         node: the group's or router's name in the cluster file.
         level: "debug", "info", "warning" or "error".
         rank: rank in the prefill group, for workers.
+        form: "json" or "human".
     """
     process: dict[str, Any] = {"node": node} if rank is None else {"node": node, "rank": rank}
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines(process))
+    handler.setFormatter(_FORMATS[form](process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

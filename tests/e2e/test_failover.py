@@ -63,7 +63,7 @@ def ask_and_kill(site: Site, prompt: list[int], victim: Callable[[router_pb2.Acc
                     tokens.append(response.token.id)
                 elif response.HasField("progress") and not killed:
                     log = site.folder / f"{accepted.decode_group}.log"
-                    receipts = events(log, event="receipt", transfer=accepted.transfer_id)
+                    receipts = events(log, event="chunk_landed", transfer=accepted.transfer_id)
                     if {entry["rank"] for entry in receipts} == {0, 1}:
                         killed = True
                         os.kill(victim(accepted), signal.SIGKILL)
@@ -110,7 +110,7 @@ def test_decode_dies_and_the_kv_goes_to_another_node_from_pages_still_held(site:
     computed = [
         (entry["rank"], *entry["tokens"])
         for name in ("p0", "p1")
-        for entry in events(site.folder / f"{name}.log", event="chunk_computed", request=request_id)
+        for entry in events(site.folder / f"{name}.log", event="chunk_finished", request=request_id)
     ]
     assert len(computed) == len(set(computed)) == 2 * -(-NUM_TOKENS // CHUNK)
     assert len(asyncio.run(ask(site.router, prompt[:50], 3)).tokens) == 3

@@ -15,6 +15,7 @@ from headwater.cluster import Cluster
 from headwater.rpc import open_channel
 from headwater.v1 import common_pb2, prefill_pb2, router_pb2, router_pb2_grpc
 from router.supervisor import Supervisor
+from router.ttft import PARTS
 from tests import tiny_models
 from tests.harness import (
     Group,
@@ -69,7 +70,7 @@ def test_the_first_receipt_is_there_long_before_the_last_chunk_starts(service: S
     """S02 as well: no KV leaves a rank before the step that fills it has ended there."""
     answer = asyncio.run(ask(service.router, prompt, 2))
     transfer, request = answer.accepted.transfer_id, answer.accepted.request_id
-    receipts = events(service.logs / "d0.log", event="receipt", transfer=transfer)
+    receipts = events(service.logs / "d0.log", event="chunk_landed", transfer=transfer)
     started = events(service.logs / "p0.log", event="chunk_started", request=request, rank=0)
     assert [entry["tokens"] for entry in started] == [[start, start + CHUNK] for start in range(0, 640, CHUNK)]
     # One receipt of each stage for each chunk, and the first one before even the last but one chunk started.
@@ -77,7 +78,7 @@ def test_the_first_receipt_is_there_long_before_the_last_chunk_starts(service: S
     assert receipts[0]["monotonic"] < started[-2]["monotonic"]
     # Each receipt follows the computing of its chunk on its rank.
     for receipt in receipts:
-        where = {"event": "chunk_computed", "request": request, "rank": receipt["rank"], "tokens": receipt["tokens"]}
+        where = {"event": "chunk_finished", "request": request, "rank": receipt["rank"], "tokens": receipt["tokens"]}
         (computed,) = events(service.logs / "p0.log", **where)
         assert computed["monotonic"] < receipt["monotonic"]
     (committed,) = events(service.logs / "d0.log", event="committed", transfer=transfer)
@@ -89,7 +90,7 @@ def test_a_client_sees_every_chunk_then_tokens_then_the_parts_of_ttft(service: S
     answer = asyncio.run(ask(service.router, prompt, 4))
     assert answer.kinds == ["accepted", *["progress"] * 10, *["token"] * 4, "finished"]
     ttft = answer.finished.ttft
-    parts = [ttft.tokenize, ttft.pair, ttft.queue, ttft.first_chunks, ttft.last_chunk, ttft.hand_over, ttft.deliver]
+    parts = [getattr(ttft, name) for name in PARTS]
     assert sum(parts) == pytest.approx(ttft.total, abs=1e-9)
     assert min(parts) >= 0
     assert answer.finished.reason == common_pb2.FINISH_REASON_LENGTH
@@ -167,12 +168,12 @@ def test_a_client_that_leaves_frees_everything_and_the_next_request_works(servic
         await assert_balanced(service.cluster, ["p0"])
 
     asyncio.run(run())
-    computed = events(service.logs / "p0.log", event="chunk_computed", request="leaver", rank=0)
+    computed = events(service.logs / "p0.log", event="chunk_finished", request="leaver", rank=0)
     # 30 chunks were asked for; how many were computed before the cancel arrived is the machine's business.
     assert 1 <= len(computed) < 30
     # The leader hears of it from the router, or first from a writer whose decode node has ended the transfer.
     ends = [entry["event"] for entry in events(service.logs / "p0.log", request="leaver")]
-    assert ends.count("aborted") + ends.count("failed") >= 1
+    assert ends.count("cancelled") + ends.count("failed") >= 1
 
 
 def test_many_requests_at_once(service: Service, prompt: list[int]) -> None:
@@ -228,8 +229,8 @@ def test_every_process_serves_metrics_and_the_router_its_ttft(service: Service) 
     for address in addresses:
         assert "headwater_" in _get(address)
     router = _get(response.metrics_address)
-    assert "headwater_ttft_seconds_count" in router
-    assert 'headwater_ttft_part_seconds_count{part="first_chunks"}' in router
+    assert "gen_ai_server_time_to_first_token_seconds_count" in router
+    assert 'headwater_ttft_part_seconds_count{part="compute"}' in router
 
 
 def _get(address: str) -> str:
@@ -294,5 +295,5 @@ def test_a_group_on_two_hosts_whose_second_rank_is_started_by_hand(tmp_path: Pat
         answer = asyncio.run(ask(cluster.router.address, prompt, 16))
         asyncio.run(assert_balanced(cluster, ["p0"]))
     assert answer.tokens == Oracle(model).greedy(prompt, 16)
-    (started_by_hand,) = events(tmp_path / "p0-1.log", event="chunk_computed", tokens=[128, 150])
+    (started_by_hand,) = events(tmp_path / "p0-1.log", event="chunk_finished", tokens=[128, 150])
     assert started_by_hand["rank"] == 1

@@ -35,3 +35,21 @@ def test_only_so_many_are_remembered() -> None:
         history.end(f"r{number}", 1.0)
     assert history.trace("r0", 1) is None
     assert history.trace("r1", 1) is not None
+
+
+def test_computing_is_split_by_whose_chunks_they_were_and_counted_once() -> None:
+    history = History()
+
+    def ran(stage: int, owners: str, start: float, end: float) -> None:
+        history.ran(StageRun(stage, 0, tuple((owner, 0, 1) for owner in owners), start, end))
+
+    ran(1, "b", 0.0, 2.0)
+    ran(1, "a", 2.0, 3.0)
+    ran(0, "a", 0.0, 4.0)
+    # Reported late: it seems to have begun before the one before had ended.
+    ran(1, "ab", 2.5, 5.0)
+    ran(1, "b", 5.5, 6.0)
+    ran(1, "a", 6.0, 8.0)
+    # From within the first run to within the last: a has 2 to 5 and 6 to 7, b alone 1 to 2 and 5.5 to 6.
+    assert history.computing("a", 1, 1.0, 7.0) == (4.0, 1.5)
+    assert history.computing("c", 1, 1.0, 7.0) == (0.0, 5.5)

@@ -178,7 +178,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
         for end in ends:
             yield prefill_pb2.PrefillResponse(chunk_done=prefill_pb2.ChunkDone(token_end=end))
         first_token = prefill_pb2.FirstToken(
-            token_id=self.answer[0], queue_seconds=0.001, first_chunks_seconds=0.002, last_chunk_seconds=0.003
+            token_id=self.answer[0], queue_seconds=0.001, compute_seconds=0.003, bubble_seconds=0.002
         )
         yield prefill_pb2.PrefillResponse(first_token=first_token)
 

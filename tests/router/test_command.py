@@ -97,7 +97,7 @@ def test_generate_streams_text_and_shows_where_the_time_went(capsys: pytest.Capt
     with_rig(use)
     shown = capsys.readouterr()
     assert shown.out == tiny_tokenizer().decode(ANSWER) + "\n"
-    for part in ("TTFT", "tokenize", "first_chunks", "hand_over", "3 generated on p0 and d0, ended by length"):
+    for part in ("TTFT", "routing", "compute", "relay", "3 generated on p0 and d0, ended by length"):
         assert part in shown.err
     assert "prefill" in shown.err
 

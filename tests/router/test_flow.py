@@ -63,8 +63,9 @@ def test_parts_of_ttft_sum_to_the_total() -> None:
             responses = await it.answer(text_request())
         ttft = responses[-1].finished.ttft
         assert sum(getattr(ttft, name) for name in PARTS) == ttft.total
-        assert (ttft.queue, ttft.first_chunks, ttft.last_chunk) == (0.001, 0.002, 0.003)
-        assert min(ttft.tokenize, ttft.pair, ttft.deliver) > 0
+        assert (ttft.queue, ttft.compute, ttft.bubble) == (0.001, 0.003, 0.002)
+        assert min(ttft.routing, ttft.admission) > 0
+        assert (ttft.retry, ttft.exposed_transfer) == (0, 0)
 
     asyncio.run(run())
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headwater.v1 import common_pb2 as headwater_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aheadwater/v1/prefill.proto\x12\x0cheadwater.v1\x1a\x19headwater/v1/common.proto\"\xa9\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.headwater.v1.SamplingParams\x12\'\n\x05grant\x18\x04 \x01(\x0b\x32\x13.headwater.v1.GrantH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x05 \x01(\x05\x42\x08\n\x06_grant\"\x99\x02\n\x0fPrefillResponse\x12\x33\n\tscheduled\x18\x01 \x01(\x0b\x32\x1e.headwater.v1.PrefillScheduledH\x00\x12-\n\nchunk_done\x18\x02 \x01(\x0b\x32\x17.headwater.v1.ChunkDoneH\x00\x12/\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x18.headwater.v1.FirstTokenH\x00\x12\x33\n\tcompleted\x18\x04 \x01(\x0b\x32\x1e.headwater.v1.PrefillCompletedH\x00\x12\x33\n\rdelivery_lost\x18\x05 \x01(\x0b\x32\x1a.headwater.v1.DeliveryLostH\x00\x42\x07\n\x05\x65vent\"&\n\x10PrefillScheduled\x12\x12\n\nnum_chunks\x18\x01 \x01(\r\"\x1e\n\tChunkDone\x12\x11\n\ttoken_end\x18\x01 \x01(\r\"o\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x15\n\rqueue_seconds\x18\x02 \x01(\x01\x12\x1c\n\x14\x66irst_chunks_seconds\x18\x03 \x01(\x01\x12\x1a\n\x12last_chunk_seconds\x18\x04 \x01(\x01\"<\n\x10PrefillCompleted\x12\x12\n\nbytes_sent\x18\x01 \x01(\x04\x12\x14\n\x0cnum_receipts\x18\x02 \x01(\r\".\n\x0c\x44\x65liveryLost\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\x12\r\n\x05\x65rror\x18\x02 \x01(\t\"I\n\x0fRedirectRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x05grant\x18\x02 \x01(\x0b\x32\x13.headwater.v1.Grant\"\x12\n\x10RedirectResponse\"\'\n\x13\x44rainPrefillRequest\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\"\x16\n\x14\x44rainPrefillResponse\"\x18\n\x16\x44\x65scribePrefillRequest\"\xf3\x03\n\x17\x44\x65scribePrefillResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12(\n\x08geometry\x18\x05 \x01(\x0b\x32\x16.headwater.v1.Geometry\x12\n\n\x02pp\x18\x06 \x01(\r\x12\n\n\x02tp\x18\x07 \x01(\r\x12\x18\n\x10layer_boundaries\x18\x08 \x03(\r\x12\x14\n\x0c\x63hunk_tokens\x18\t \x01(\r\x12\x17\n\x0f\x63\x61pacity_tokens\x18\n \x01(\x04\x12\x13\n\x0b\x66ree_tokens\x18\x0b \x01(\x04\x12\x17\n\x0fqueued_requests\x18\x0c \x01(\r\x12\x18\n\x10running_requests\x18\r \x01(\r\x12\x11\n\ttransport\x18\x0e \x01(\t\x12\x19\n\x11metrics_addresses\x18\x0f \x03(\t\x12\x14\n\x0c\x63hunk_policy\x18\x10 \x01(\t\x12&\n\x05\x63osts\x18\x11 \x03(\x0b\x32\x17.headwater.v1.StageCost\x12\x16\n\x0e\x62\x61\x63klog_tokens\x18\x12 \x01(\x04\x12\x17\n\x0f\x62\x61\x63klog_seconds\x18\x13 \x01(\x01\x12\x18\n\x10transfer_seconds\x18\x14 \x01(\x01\x12\x10\n\x08\x64raining\x18\x15 \x01(\x08\")\n\x13TracePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x82\x01\n\x14TracePrefillResponse\x12\x12\n\nnum_stages\x18\x01 \x01(\r\x12\'\n\x06stages\x18\x02 \x03(\x0b\x32\x17.headwater.v1.StageSpan\x12-\n\ttransfers\x18\x03 \x03(\x0b\x32\x1a.headwater.v1.TransferSpan\"\x84\x01\n\tStageSpan\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\r\n\x05start\x18\x03 \x01(\x01\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x01\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x13\n\x0btoken_start\x18\x06 \x01(\r\x12\x11\n\ttoken_end\x18\x07 \x01(\r\"s\n\x0cTransferSpan\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\x01\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x01\x12\x13\n\x0btoken_start\x18\x04 \x01(\r\x12\x11\n\ttoken_end\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x32\xb3\x03\n\x0ePrefillService\x12H\n\x07Prefill\x12\x1c.headwater.v1.PrefillRequest\x1a\x1d.headwater.v1.PrefillResponse0\x01\x12I\n\x08Redirect\x12\x1d.headwater.v1.RedirectRequest\x1a\x1e.headwater.v1.RedirectResponse\x12U\n\x0c\x44rainPrefill\x12!.headwater.v1.DrainPrefillRequest\x1a\".headwater.v1.DrainPrefillResponse\x12^\n\x0f\x44\x65scribePrefill\x12$.headwater.v1.DescribePrefillRequest\x1a%.headwater.v1.DescribePrefillResponse\x12U\n\x0cTracePrefill\x12!.headwater.v1.TracePrefillRequest\x1a\".headwater.v1.TracePrefillResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aheadwater/v1/prefill.proto\x12\x0cheadwater.v1\x1a\x19headwater/v1/common.proto\"\xa9\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.headwater.v1.SamplingParams\x12\'\n\x05grant\x18\x04 \x01(\x0b\x32\x13.headwater.v1.GrantH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x05 \x01(\x05\x42\x08\n\x06_grant\"\x99\x02\n\x0fPrefillResponse\x12\x33\n\tscheduled\x18\x01 \x01(\x0b\x32\x1e.headwater.v1.PrefillScheduledH\x00\x12-\n\nchunk_done\x18\x02 \x01(\x0b\x32\x17.headwater.v1.ChunkDoneH\x00\x12/\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x18.headwater.v1.FirstTokenH\x00\x12\x33\n\tcompleted\x18\x04 \x01(\x0b\x32\x1e.headwater.v1.PrefillCompletedH\x00\x12\x33\n\rdelivery_lost\x18\x05 \x01(\x0b\x32\x1a.headwater.v1.DeliveryLostH\x00\x42\x07\n\x05\x65vent\"&\n\x10PrefillScheduled\x12\x12\n\nnum_chunks\x18\x01 \x01(\r\"\x1e\n\tChunkDone\x12\x11\n\ttoken_end\x18\x01 \x01(\r\"\x88\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x15\n\rqueue_seconds\x18\x02 \x01(\x01\x12 \n\x18\x65xposed_transfer_seconds\x18\x03 \x01(\x01\x12\x17\n\x0f\x63ompute_seconds\x18\x04 \x01(\x01\x12\x16\n\x0e\x62ubble_seconds\x18\x05 \x01(\x01\"<\n\x10PrefillCompleted\x12\x12\n\nbytes_sent\x18\x01 \x01(\x04\x12\x14\n\x0cnum_receipts\x18\x02 \x01(\r\".\n\x0c\x44\x65liveryLost\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\x12\r\n\x05\x65rror\x18\x02 \x01(\t\"I\n\x0fRedirectRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x05grant\x18\x02 \x01(\x0b\x32\x13.headwater.v1.Grant\"\x12\n\x10RedirectResponse\"\'\n\x13\x44rainPrefillRequest\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\"\x16\n\x14\x44rainPrefillResponse\"\x18\n\x16\x44\x65scribePrefillRequest\"\xf3\x03\n\x17\x44\x65scribePrefillResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12(\n\x08geometry\x18\x05 \x01(\x0b\x32\x16.headwater.v1.Geometry\x12\n\n\x02pp\x18\x06 \x01(\r\x12\n\n\x02tp\x18\x07 \x01(\r\x12\x18\n\x10layer_boundaries\x18\x08 \x03(\r\x12\x14\n\x0c\x63hunk_tokens\x18\t \x01(\r\x12\x17\n\x0f\x63\x61pacity_tokens\x18\n \x01(\x04\x12\x13\n\x0b\x66ree_tokens\x18\x0b \x01(\x04\x12\x17\n\x0fqueued_requests\x18\x0c \x01(\r\x12\x18\n\x10running_requests\x18\r \x01(\r\x12\x11\n\ttransport\x18\x0e \x01(\t\x12\x19\n\x11metrics_addresses\x18\x0f \x03(\t\x12\x14\n\x0c\x63hunk_policy\x18\x10 \x01(\t\x12&\n\x05\x63osts\x18\x11 \x03(\x0b\x32\x17.headwater.v1.StageCost\x12\x16\n\x0e\x62\x61\x63klog_tokens\x18\x12 \x01(\x04\x12\x17\n\x0f\x62\x61\x63klog_seconds\x18\x13 \x01(\x01\x12\x18\n\x10transfer_seconds\x18\x14 \x01(\x01\x12\x10\n\x08\x64raining\x18\x15 \x01(\x08\")\n\x13TracePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x82\x01\n\x14TracePrefillResponse\x12\x12\n\nnum_stages\x18\x01 \x01(\r\x12\'\n\x06stages\x18\x02 \x03(\x0b\x32\x17.headwater.v1.StageSpan\x12-\n\ttransfers\x18\x03 \x03(\x0b\x32\x1a.headwater.v1.TransferSpan\"\x84\x01\n\tStageSpan\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\r\n\x05start\x18\x03 \x01(\x01\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x01\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x13\n\x0btoken_start\x18\x06 \x01(\r\x12\x11\n\ttoken_end\x18\x07 \x01(\r\"s\n\x0cTransferSpan\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\x01\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x01\x12\x13\n\x0btoken_start\x18\x04 \x01(\r\x12\x11\n\ttoken_end\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x32\xb3\x03\n\x0ePrefillService\x12H\n\x07Prefill\x12\x1c.headwater.v1.PrefillRequest\x1a\x1d.headwater.v1.PrefillResponse0\x01\x12I\n\x08Redirect\x12\x1d.headwater.v1.RedirectRequest\x1a\x1e.headwater.v1.RedirectResponse\x12U\n\x0c\x44rainPrefill\x12!.headwater.v1.DrainPrefillRequest\x1a\".headwater.v1.DrainPrefillResponse\x12^\n\x0f\x44\x65scribePrefill\x12$.headwater.v1.DescribePrefillRequest\x1a%.headwater.v1.DescribePrefillResponse\x12U\n\x0cTracePrefill\x12!.headwater.v1.TracePrefillRequest\x1a\".headwater.v1.TracePrefillResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,32 +40,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLSCHEDULED']._serialized_end=565
   _globals['_CHUNKDONE']._serialized_start=567
   _globals['_CHUNKDONE']._serialized_end=597
-  _globals['_FIRSTTOKEN']._serialized_start=599
-  _globals['_FIRSTTOKEN']._serialized_end=710
-  _globals['_PREFILLCOMPLETED']._serialized_start=712
-  _globals['_PREFILLCOMPLETED']._serialized_end=772
-  _globals['_DELIVERYLOST']._serialized_start=774
-  _globals['_DELIVERYLOST']._serialized_end=820
-  _globals['_REDIRECTREQUEST']._serialized_start=822
-  _globals['_REDIRECTREQUEST']._serialized_end=895
-  _globals['_REDIRECTRESPONSE']._serialized_start=897
-  _globals['_REDIRECTRESPONSE']._serialized_end=915
-  _globals['_DRAINPREFILLREQUEST']._serialized_start=917
-  _globals['_DRAINPREFILLREQUEST']._serialized_end=956
-  _globals['_DRAINPREFILLRESPONSE']._serialized_start=958
-  _globals['_DRAINPREFILLRESPONSE']._serialized_end=980
-  _globals['_DESCRIBEPREFILLREQUEST']._serialized_start=982
-  _globals['_DESCRIBEPREFILLREQUEST']._serialized_end=1006
-  _globals['_DESCRIBEPREFILLRESPONSE']._serialized_start=1009
-  _globals['_DESCRIBEPREFILLRESPONSE']._serialized_end=1508
-  _globals['_TRACEPREFILLREQUEST']._serialized_start=1510
-  _globals['_TRACEPREFILLREQUEST']._serialized_end=1551
-  _globals['_TRACEPREFILLRESPONSE']._serialized_start=1554
-  _globals['_TRACEPREFILLRESPONSE']._serialized_end=1684
-  _globals['_STAGESPAN']._serialized_start=1687
-  _globals['_STAGESPAN']._serialized_end=1819
-  _globals['_TRANSFERSPAN']._serialized_start=1821
-  _globals['_TRANSFERSPAN']._serialized_end=1936
-  _globals['_PREFILLSERVICE']._serialized_start=1939
-  _globals['_PREFILLSERVICE']._serialized_end=2374
+  _globals['_FIRSTTOKEN']._serialized_start=600
+  _globals['_FIRSTTOKEN']._serialized_end=736
+  _globals['_PREFILLCOMPLETED']._serialized_start=738
+  _globals['_PREFILLCOMPLETED']._serialized_end=798
+  _globals['_DELIVERYLOST']._serialized_start=800
+  _globals['_DELIVERYLOST']._serialized_end=846
+  _globals['_REDIRECTREQUEST']._serialized_start=848
+  _globals['_REDIRECTREQUEST']._serialized_end=921
+  _globals['_REDIRECTRESPONSE']._serialized_start=923
+  _globals['_REDIRECTRESPONSE']._serialized_end=941
+  _globals['_DRAINPREFILLREQUEST']._serialized_start=943
+  _globals['_DRAINPREFILLREQUEST']._serialized_end=982
+  _globals['_DRAINPREFILLRESPONSE']._serialized_start=984
+  _globals['_DRAINPREFILLRESPONSE']._serialized_end=1006
+  _globals['_DESCRIBEPREFILLREQUEST']._serialized_start=1008
+  _globals['_DESCRIBEPREFILLREQUEST']._serialized_end=1032
+  _globals['_DESCRIBEPREFILLRESPONSE']._serialized_start=1035
+  _globals['_DESCRIBEPREFILLRESPONSE']._serialized_end=1534
+  _globals['_TRACEPREFILLREQUEST']._serialized_start=1536
+  _globals['_TRACEPREFILLREQUEST']._serialized_end=1577
+  _globals['_TRACEPREFILLRESPONSE']._serialized_start=1580
+  _globals['_TRACEPREFILLRESPONSE']._serialized_end=1710
+  _globals['_STAGESPAN']._serialized_start=1713
+  _globals['_STAGESPAN']._serialized_end=1845
+  _globals['_TRANSFERSPAN']._serialized_start=1847
+  _globals['_TRANSFERSPAN']._serialized_end=1962
+  _globals['_PREFILLSERVICE']._serialized_start=1965
+  _globals['_PREFILLSERVICE']._serialized_end=2400
 # @@protoc_insertion_point(module_scope)

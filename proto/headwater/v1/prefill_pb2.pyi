@@ -140,29 +140,34 @@ Global___ChunkDone: _TypeAlias = ChunkDone  # noqa: Y015
 
 @_typing.final
 class FirstToken(_message.Message):
-    """Sampled on the last stage. The durations are on the leader's clock, in seconds."""
+    """Sampled on the last stage. The durations are on the leader's clock, in seconds; they sum to the time from the request
+    to this. What each means: TtftParts.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
-    FIRST_CHUNKS_SECONDS_FIELD_NUMBER: _builtins.int
-    LAST_CHUNK_SECONDS_FIELD_NUMBER: _builtins.int
+    EXPOSED_TRANSFER_SECONDS_FIELD_NUMBER: _builtins.int
+    COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
+    BUBBLE_SECONDS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     queue_seconds: _builtins.float
-    first_chunks_seconds: _builtins.float
-    last_chunk_seconds: _builtins.float
+    exposed_transfer_seconds: _builtins.float
+    compute_seconds: _builtins.float
+    bubble_seconds: _builtins.float
     def __init__(
         self,
         *,
         token_id: _builtins.int = ...,
         queue_seconds: _builtins.float = ...,
-        first_chunks_seconds: _builtins.float = ...,
-        last_chunk_seconds: _builtins.float = ...,
+        exposed_transfer_seconds: _builtins.float = ...,
+        compute_seconds: _builtins.float = ...,
+        bubble_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_chunks_seconds", b"first_chunks_seconds", "last_chunk_seconds", b"last_chunk_seconds", "queue_seconds", b"queue_seconds", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bubble_seconds", b"bubble_seconds", "compute_seconds", b"compute_seconds", "exposed_transfer_seconds", b"exposed_transfer_seconds", "queue_seconds", b"queue_seconds", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -352,51 +352,55 @@ Global___Finished: _TypeAlias = Finished  # noqa: Y015
 
 @_typing.final
 class TtftParts(_message.Message):
-    """The parts of TTFT, in order, in seconds. They sum to total: each is the difference of two readings of
-    one monotonic clock (the router's, or the leader's for queue, first_chunks and last_chunk), and
-    `hand_over` is what is left of the router's wait for prefill after the leader's own parts.
+    """The parts of TTFT, in seconds. They sum to total: each is the difference of two readings of one monotonic clock,
+    the router's, or the leader's for queue, exposed_transfer, compute and bubble; `relay` is what is left of the
+    router's wait for prefill after the leader's parts.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOTAL_FIELD_NUMBER: _builtins.int
-    TOKENIZE_FIELD_NUMBER: _builtins.int
-    PAIR_FIELD_NUMBER: _builtins.int
+    ROUTING_FIELD_NUMBER: _builtins.int
+    ADMISSION_FIELD_NUMBER: _builtins.int
+    RETRY_FIELD_NUMBER: _builtins.int
     QUEUE_FIELD_NUMBER: _builtins.int
-    FIRST_CHUNKS_FIELD_NUMBER: _builtins.int
-    LAST_CHUNK_FIELD_NUMBER: _builtins.int
-    HAND_OVER_FIELD_NUMBER: _builtins.int
-    DELIVER_FIELD_NUMBER: _builtins.int
+    EXPOSED_TRANSFER_FIELD_NUMBER: _builtins.int
+    COMPUTE_FIELD_NUMBER: _builtins.int
+    BUBBLE_FIELD_NUMBER: _builtins.int
+    RELAY_FIELD_NUMBER: _builtins.int
     total: _builtins.float
-    tokenize: _builtins.float
-    """received -> tokenized"""
-    pair: _builtins.float
-    """tokenized -> a decode group has granted"""
+    routing: _builtins.float
+    """received -> tokenised and a pair chosen"""
+    admission: _builtins.float
+    """a pair is chosen -> its decode group has granted"""
+    retry: _builtins.float
+    """Spent on groups that were lost: from the choice of the first pair to the start of the attempt that gave the token."""
     queue: _builtins.float
-    """the leader has the request -> its first step is sent to the workers"""
-    first_chunks: _builtins.float
-    """first step sent -> the step before the last chunk's has ended (0 for one chunk)"""
-    last_chunk: _builtins.float
-    """the rest, until the leader has the sampled token"""
-    hand_over: _builtins.float
-    """network and hand-over between router and leader, both ways"""
-    deliver: _builtins.float
-    """the router has the first token -> it is handed to the client's stream"""
+    """At the leader: waiting for pages and a turn, and while the last stage computes for others."""
+    exposed_transfer: _builtins.float
+    """Prefill waits for KV to move: what earlier attempts delivered is fetched before computing can go on."""
+    compute: _builtins.float
+    """The last stage computes this request's chunks."""
+    bubble: _builtins.float
+    """The last stage has nothing to compute: the pipeline fills, or a stage before it is slower."""
+    relay: _builtins.float
+    """Between router and leader, both ways, and from the router to the client's stream."""
     def __init__(
         self,
         *,
         total: _builtins.float = ...,
-        tokenize: _builtins.float = ...,
-        pair: _builtins.float = ...,
+        routing: _builtins.float = ...,
+        admission: _builtins.float = ...,
+        retry: _builtins.float = ...,
         queue: _builtins.float = ...,
-        first_chunks: _builtins.float = ...,
-        last_chunk: _builtins.float = ...,
-        hand_over: _builtins.float = ...,
-        deliver: _builtins.float = ...,
+        exposed_transfer: _builtins.float = ...,
+        compute: _builtins.float = ...,
+        bubble: _builtins.float = ...,
+        relay: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver", b"deliver", "first_chunks", b"first_chunks", "hand_over", b"hand_over", "last_chunk", b"last_chunk", "pair", b"pair", "queue", b"queue", "tokenize", b"tokenize", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "bubble", b"bubble", "compute", b"compute", "exposed_transfer", b"exposed_transfer", "queue", b"queue", "relay", b"relay", "retry", b"retry", "routing", b"routing", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

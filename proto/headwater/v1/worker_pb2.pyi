@@ -490,6 +490,7 @@ class WorkerConfig(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     SEND_BUFFER_BYTES_FIELD_NUMBER: _builtins.int
     LOG_LEVEL_FIELD_NUMBER: _builtins.int
+    LOG_FORMAT_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     WRITE_SECONDS_FIELD_NUMBER: _builtins.int
     REPLY_SECONDS_FIELD_NUMBER: _builtins.int
@@ -513,6 +514,8 @@ class WorkerConfig(_message.Message):
     transport: _builtins.str
     send_buffer_bytes: _builtins.int
     log_level: _builtins.str
+    log_format: _builtins.str
+    """"json" or "human"."""
     max_context_tokens: _builtins.int
     """Replaces max_position_embeddings of the model's configuration; 0 keeps it."""
     write_seconds: _builtins.float
@@ -548,6 +551,7 @@ class WorkerConfig(_message.Message):
         transport: _builtins.str = ...,
         send_buffer_bytes: _builtins.int = ...,
         log_level: _builtins.str = ...,
+        log_format: _builtins.str = ...,
         max_context_tokens: _builtins.int = ...,
         write_seconds: _builtins.float = ...,
         reply_seconds: _builtins.float = ...,
@@ -559,7 +563,7 @@ class WorkerConfig(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_core", b"_core", "_emulated_cost", b"_emulated_cost", "core", b"core", "emulated_cost", b"emulated_cost", "geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_core", b"_core", "_emulated_cost", b"_emulated_cost", "acknowledge_seconds", b"acknowledge_seconds", "chunk_policy", b"chunk_policy", "chunk_tokens", b"chunk_tokens", "core", b"core", "device", b"device", "emulated_cost", b"emulated_cost", "epoch", b"epoch", "geometry", b"geometry", "group", b"group", "layer_boundaries", b"layer_boundaries", "log_level", b"log_level", "max_context_tokens", b"max_context_tokens", "measure_layers", b"measure_layers", "model", b"model", "num_pages", b"num_pages", "num_threads", b"num_threads", "pp", b"pp", "reply_seconds", b"reply_seconds", "send_buffer_bytes", b"send_buffer_bytes", "step_seconds", b"step_seconds", "tp", b"tp", "transport", b"transport", "write_seconds", b"write_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_core", b"_core", "_emulated_cost", b"_emulated_cost", "acknowledge_seconds", b"acknowledge_seconds", "chunk_policy", b"chunk_policy", "chunk_tokens", b"chunk_tokens", "core", b"core", "device", b"device", "emulated_cost", b"emulated_cost", "epoch", b"epoch", "geometry", b"geometry", "group", b"group", "layer_boundaries", b"layer_boundaries", "log_format", b"log_format", "log_level", b"log_level", "max_context_tokens", b"max_context_tokens", "measure_layers", b"measure_layers", "model", b"model", "num_pages", b"num_pages", "num_threads", b"num_threads", "pp", b"pp", "reply_seconds", b"reply_seconds", "send_buffer_bytes", b"send_buffer_bytes", "step_seconds", b"step_seconds", "tp", b"tp", "transport", b"transport", "write_seconds", b"write_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__core: _TypeAlias = _typing.Literal["core"]  # noqa: Y015
     _WhichOneofArgType__core: _TypeAlias = _typing.Literal["_core", b"_core"]  # noqa: Y015

@@ -11,6 +11,7 @@ What a reaper does (leases, attempts that nobody takes over) needs no new work t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import secrets
 import time
@@ -21,22 +22,17 @@ from typing import Any
 from headwater.errors import (
     DeadlinePassed,
     DuplicateTransfer,
-    HeadwaterError,
-    InvalidRequest,
-    PeerUnavailable,
     StalePeer,
-    TransferFailed,
 )
 from headwater.lifecycle import Event, get_logger
 from headwater.v1 import common_pb2, transfer_pb2, transfer_pb2_grpc
-from kv_transfer import metrics
 from kv_transfer.engine import TransferEngine
 from kv_transfer.geometry import Box, Span
+from kv_transfer.giving import give
 from kv_transfer.incoming import Attempt, Destination, DirectDestination, Incoming
-from kv_transfer.landing import Region, box_of, check_size, land, landing_slots
-from kv_transfer.pushing import Push, PushTarget
+from kv_transfer.landing import Region
+from kv_transfer.reception import Reception
 from kv_transfer.slots import SlotArena
-from kv_transfer.streams import to_its_end
 from kv_transfer.wire import WireFormat, choose, exact
 from kv_transfer.writer import Writer
 
@@ -90,20 +86,20 @@ class Receiver:
         options: ReceiverOptions = ReceiverOptions(),
     ) -> None:
         self._engine = engine
-        self._arena = arena
-        self._writer = writer
+        self.arena = arena
+        self.writer = writer
         self._epoch = epoch
         self._address = address
         self._geometry = geometry
         self._layers = layers or Span(0, geometry.num_layers)
         self._heads = heads or Span(0, geometry.num_kv_heads)
-        self._options = options
+        self.options = options
         self._incoming: dict[str, Incoming] = {}
         # Regions that writers may write to, by transfer.
         self._regions: dict[str, Region] = {}
         # Of those, the ones that a lost writer may still write to.
         self._dirty: set[str] = set()
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="unpack")
+        self.pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="unpack")
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawn(self._reap())
 
@@ -128,7 +124,7 @@ class Receiver:
                 f"transfer {transfer_id} is already expected here. Transfer ids are minted once, by the router."
             )
         ours, theirs = self._geometry.dtype, source_dtype or self._geometry.dtype
-        wire_dtype = choose(theirs, ours, self._options.wire_dtype)
+        wire_dtype = choose(theirs, ours, self.options.wire_dtype)
         incoming = Incoming(
             transfer_id,
             attempt,
@@ -136,11 +132,11 @@ class Receiver:
             destination,
             WireFormat.of(self._geometry, wire_dtype),
             resumable=exact(theirs, wire_dtype, ours),
-            lease_seconds=self._options.lease_seconds,
-            resume_seconds=self._options.resume_seconds,
+            lease_seconds=self.options.lease_seconds,
+            resume_seconds=self.options.resume_seconds,
             on_over=self._on_over,
         )
-        if self._options.direct and isinstance(destination, DirectDestination) and not incoming.wire.converts:
+        if self.options.direct and isinstance(destination, DirectDestination) and not incoming.wire.converts:
             self._engine.register(destination.address, destination.layout.total_bytes)
             self._regions[transfer_id] = Region(destination.layout, destination.pages, destination.address)
         self._incoming[transfer_id] = incoming
@@ -154,7 +150,7 @@ class Receiver:
             token=incoming.attempt.token,
             transfer_address=self._address,
             engine_session=self._engine.session,
-            slot_bytes=self._arena.slot_bytes,
+            slot_bytes=self.arena.slot_bytes,
             layer_start=self._layers.start,
             layer_end=self._layers.end,
             head_start=self._heads.start,
@@ -176,7 +172,7 @@ class Receiver:
             verified_tokens=incoming.verified_tokens,
             wire_dtype=incoming.wire.wire,
             targets=[target],
-            digests=self._options.digests,
+            digests=self.options.digests,
         )
 
     async def regrant(self, transfer_id: str, attempt: int, at_most: int | None = None) -> common_pb2.Grant:
@@ -207,7 +203,7 @@ class Receiver:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._pool.shutdown(wait=True)
+        self.pool.shutdown(wait=True)
 
     async def deliver(
         self, requests: AsyncIterator[transfer_pb2.DeliverRequest]
@@ -218,38 +214,13 @@ class Receiver:
             raise StalePeer("a delivery must begin with `open`.")
         opening = first.open
         incoming, attempt = self._find(opening.key, opening.token)
-        if opening.direct and opening.key.transfer_id not in self._regions:
+        region = self._regions.get(incoming.transfer_id) if opening.direct else None
+        if opening.direct and region is None:
             raise StalePeer(f"transfer {incoming.transfer_id}: its memory may not be written to page to page.")
-        incoming.writer_opened(attempt, opening.writer_rank)
-        writer = _OpenDelivery(incoming, attempt, opening)
-        try:
-            if not opening.direct:
-                slots = await self._slots(writer)
-                writer.slots = {slot: self._arena.address(slot) for slot in slots}
-            # From here on the writer may write.
-            writer.quiesced = False
-            yield transfer_pb2.DeliverResponse(slots=landing_slots(opening.key, writer.slots))
-            async for message in _until_stopped(requests, attempt.stopped, self._options.stop_seconds):
-                if message is None:
-                    abort = transfer_pb2.AbortDelivery(key=opening.key, reason=attempt.stop_reason)
-                    yield transfer_pb2.DeliverResponse(abort=abort)
-                elif message.HasField("close"):
-                    _check_key(message.close.key, opening.key)
-                    self._close(writer, message.close)
-                    break
-                elif message.HasField("receipt"):
-                    _check_key(message.receipt.key, opening.key)
-                    if await self._receipt(writer, message.receipt):
-                        ack = transfer_pb2.ReceiptAck(key=opening.key, sequence=message.receipt.sequence)
-                        yield transfer_pb2.DeliverResponse(ack=ack)
-                else:
-                    raise StalePeer(f"{writer}: a delivery goes on with receipts and ends with `close`.")
-        except HeadwaterError as error:
-            incoming.suspend(attempt, error)
-            raise
-        finally:
-            self._end(writer)
-        yield transfer_pb2.DeliverResponse(closed=transfer_pb2.DeliveryClosed(key=opening.key))
+        reception = Reception(self, incoming, attempt, opening, region)
+        async with contextlib.aclosing(reception.serve(requests)) as responses:
+            async for response in responses:
+                yield response
 
     async def fetch(
         self, requests: AsyncIterator[transfer_pb2.FetchRequest]
@@ -258,75 +229,28 @@ class Receiver:
         first = await self._first(requests)
         if not first.HasField("open"):
             raise StalePeer("a fetch must begin with `open`.")
-        opening = first.open
-        incoming, attempt = self._find(opening.key, opening.token)
-        where = f"transfer {incoming.transfer_id}: fetch by {opening.engine_session}"
-        try:
-            box = Box.from_proto(opening.box)
-        except ValueError as error:
-            raise InvalidRequest(f"{where}: {error}.") from error
-        if not incoming.coverage.whole.contains(box) or box.tokens.end > incoming.verified_tokens:
-            raise InvalidRequest(
-                f"{where}: {box} is not within what is verified, {incoming.coverage.whole} to token "
-                f"{incoming.verified_tokens}."
-            )
-        responses: asyncio.Queue[transfer_pb2.FetchResponse] = asyncio.Queue()
-        push = Push(
-            self._writer,
-            self._arena,
-            self._pool,
-            incoming.destination.pack,
-            PushTarget(
-                session=opening.engine_session,
-                epoch=opening.epoch,
-                key=opening.key,
-                slot_bytes=opening.slot_bytes,
-                slots={landing.slot: landing.address for landing in opening.slots},
-                digests=True,
-                peer=f"prefill rank at {opening.engine_session}",
-            ),
-            incoming.wire,
-            say=lambda receipt: responses.put_nowait(transfer_pb2.FetchResponse(receipt=receipt)),
-            acknowledge_seconds=self._options.acknowledge_seconds,
-        )
-        pushing: asyncio.Future[Any] = asyncio.ensure_future(self._push_all(push, box))
-        hearing: asyncio.Future[Any] = asyncio.ensure_future(_take_acks(requests, push, opening.key))
-        stopped: asyncio.Future[Any] = asyncio.ensure_future(attempt.stopped.wait())
-        taking: asyncio.Future[Any] = asyncio.ensure_future(responses.get())
-        everything = {pushing, hearing, stopped, taking}
-        try:
-            while not (pushing.done() or hearing.done() or stopped.done()) or taking.done():
-                if taking.done():
-                    response = taking.result()
-                    everything.discard(taking)
-                    taking = asyncio.ensure_future(responses.get())
-                    everything.add(taking)
-                    yield response
-                await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
-            if stopped.done():
-                raise StalePeer(f"{where}: the attempt is over: {attempt.stop_reason}.")
-            if not pushing.done():
-                # The other side left; what it said last is the reason.
-                hearing.result()
-                raise PeerUnavailable(f"{where}: the prefill rank left.")
-            pushing.result()
-            yield transfer_pb2.FetchResponse(close=transfer_pb2.CloseDelivery(key=opening.key, complete=True))
-        finally:
-            for waiting in everything:
-                waiting.cancel()
-            await asyncio.gather(*everything, return_exceptions=True)
-            await push.stop()
+        incoming, attempt = self._find(first.open.key, first.open.token)
+        async with contextlib.aclosing(give(self, incoming, attempt, first.open, requests)) as responses:
+            async for response in responses:
+                yield response
 
-    async def _push_all(self, push: Push, box: Box) -> None:
-        await push.push(box)
-        await push.acknowledged_all()
+    def settle(self, reception: Reception) -> None:
+        """A writer is gone. What it could still write to is quarantined."""
+        incoming = reception.incoming
+        if reception.quiesced:
+            self.arena.release(reception.owner)
+        elif reception.direct:
+            self._dirty.add(incoming.transfer_id)
+        else:
+            incoming.log.warning("a writer is not known to have stopped; fencing its slots", rank=reception.rank)
+            self._spawn(self.arena.replace(self.arena.quarantine(reception.owner)))
 
     async def _first(self, requests: AsyncIterator[Any]) -> Any:
         try:
-            async with asyncio.timeout(self._options.reply_seconds):
+            async with asyncio.timeout(self.options.reply_seconds):
                 first = await anext(requests, None)
         except TimeoutError:
-            seconds = self._options.reply_seconds
+            seconds = self.options.reply_seconds
             raise DeadlinePassed(f"a writer sent nothing for {seconds:g} s (deadlines.reply).") from None
         if first is None:
             raise StalePeer("a delivery must begin with `open`.")
@@ -350,116 +274,6 @@ class Receiver:
         if not secrets.compare_digest(token, attempt.token):
             raise StalePeer(f"transfer {key.transfer_id}: the grant's token does not match.")
         return incoming, attempt
-
-    async def _slots(self, writer: _OpenDelivery) -> list[int]:
-        """Landing slots for a writer, unless its attempt ends first."""
-        options = self._options
-        asking = asyncio.ensure_future(
-            self._arena.acquire(writer.owner, options.slots_per_writer, options.acknowledge_seconds)
-        )
-        stopped = asyncio.ensure_future(writer.attempt.stopped.wait())
-        waits: set[asyncio.Future[Any]] = {asking, stopped}
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if asking.done():
-                return asking.result()
-            raise StalePeer(f"{writer}: the attempt is over: {writer.attempt.stop_reason}.")
-        finally:
-            for waiting in waits:
-                waiting.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
-
-    async def _receipt(self, writer: _OpenDelivery, receipt: transfer_pb2.Receipt) -> bool:
-        """Puts a box in place. False when the attempt is over, and the writer is being told so."""
-        incoming, attempt = writer.incoming, writer.attempt
-        where = f"{writer}: receipt {receipt.sequence}"
-        if not incoming.wants(attempt):
-            # Whatever a writer of an earlier attempt says, it is nothing to the current one.
-            metrics.RECEIPTS.labels("late").inc()
-            return False
-        try:
-            box = box_of(receipt, where)
-            at = self._checked_place(writer, receipt, box, where)
-        except TransferFailed as error:
-            # The writer is told to stop, and then says itself that it quiesced.
-            metrics.RECEIPTS.labels("refused").inc()
-            incoming.fail(error)
-            return False
-        try:
-            incoming.landing(attempt, box)
-        except StalePeer:
-            metrics.RECEIPTS.labels("late").inc()
-            return False
-        except ValueError as error:
-            metrics.RECEIPTS.labels("refused").inc()
-            incoming.fail(TransferFailed(f"{where}: {error}."))
-            return False
-        work = asyncio.ensure_future(land(self._pool, receipt, box, incoming.wire, incoming.destination, at, where))
-        try:
-            # When the writer is lost meanwhile, the box still lands.
-            await to_its_end(work)
-        except TransferFailed as error:
-            metrics.RECEIPTS.labels("refused").inc()
-            incoming.not_landed(error)
-            return False
-        except BaseException:
-            if work.cancelled() or work.exception() is not None:
-                incoming.not_landed(TransferFailed(f"{where}: the destination did not take it."))
-            else:
-                incoming.landed(attempt, receipt.num_bytes)
-            raise
-        metrics.BYTES_RECEIVED.inc(receipt.num_bytes)
-        metrics.RECEIPTS.labels("landed").inc()
-        incoming.log.event(
-            Event.CHUNK_LANDED,
-            rank=writer.rank,
-            layers=[box.layers.start, box.layers.end],
-            tokens=[box.tokens.start, box.tokens.end],
-            num_bytes=receipt.num_bytes,
-        )
-        incoming.landed(attempt, receipt.num_bytes)
-        return True
-
-    def _checked_place(
-        self, writer: _OpenDelivery, receipt: transfer_pb2.Receipt, box: Box, where: str
-    ) -> int | Region:
-        """Where a box landed.
-
-        Raises:
-            TransferFailed: the receipt does not say what it must.
-        """
-        if self._options.digests and not receipt.digest:
-            raise TransferFailed(f"{where}: it has no digest, and the grant asks for one.")
-        wire = writer.incoming.wire
-        if writer.opening.direct:
-            check_size(receipt, box, wire, None, where)
-            return self._regions[writer.incoming.transfer_id]
-        if not receipt.HasField("slot") or receipt.slot not in writer.slots:
-            raise TransferFailed(f"{where}: slot {receipt.slot} is not this writer's.")
-        check_size(receipt, box, wire, self._arena.slot_bytes, where)
-        return writer.slots[receipt.slot]
-
-    def _close(self, writer: _OpenDelivery, close: transfer_pb2.CloseDelivery) -> None:
-        writer.quiesced, writer.closed = close.quiesced, True
-        if not close.complete:
-            reason = close.error or "no reason given"
-            writer.incoming.suspend(writer.attempt, TransferFailed(f"{writer} ended it: {reason}"))
-        elif close.HasField("first_token"):
-            writer.incoming.first_token(writer.attempt, close.first_token)
-
-    def _end(self, writer: _OpenDelivery) -> None:
-        """Settles what the writer leaves behind."""
-        incoming = writer.incoming
-        if not writer.closed:
-            incoming.suspend(writer.attempt, PeerUnavailable(f"{writer} was lost."))
-        if writer.quiesced:
-            self._arena.release(writer.owner)
-        elif writer.opening.direct:
-            self._dirty.add(incoming.transfer_id)
-        else:
-            incoming.log.warning("a writer is not known to have stopped; fencing its slots", rank=writer.rank)
-            self._spawn(self._arena.replace(self._arena.quarantine(writer.owner)))
-        incoming.writer_closed(writer.attempt, writer.rank)
 
     def _on_over(self, incoming: Incoming) -> None:
         transfer_id = incoming.transfer_id
@@ -497,24 +311,6 @@ class Receiver:
             log.error("a background task failed", error=repr(error))
 
 
-class _OpenDelivery:
-    """One writer while its delivery is open."""
-
-    def __init__(self, incoming: Incoming, attempt: Attempt, opening: transfer_pb2.OpenDelivery) -> None:
-        self.incoming = incoming
-        self.attempt = attempt
-        self.opening = opening
-        self.rank = opening.writer_rank
-        self.owner = (incoming.transfer_id, attempt.number, opening.writer_rank)
-        self.slots: dict[int, int] = {}
-        # Before the slots are sent there is nothing that could still land.
-        self.quiesced = True
-        self.closed = False
-
-    def __str__(self) -> str:
-        return f"transfer {self.incoming.transfer_id}: rank {self.rank}"
-
-
 def join_grants(grants: list[common_pb2.Grant]) -> common_pb2.Grant:
     """One grant for a decode group, from those of its ranks.
 
@@ -529,62 +325,6 @@ def join_grants(grants: list[common_pb2.Grant]) -> common_pb2.Grant:
             raise StalePeer(f"the ranks of the decode group granted different attempts of {joined.transfer_id}.")
         joined.targets.extend(grant.targets)
     return joined
-
-
-def _check_key(key: common_pb2.TransferKey, expected: common_pb2.TransferKey) -> None:
-    if key != expected:
-        raise StalePeer(
-            f"a message of transfer {key.transfer_id}, attempt {key.attempt}, epoch {key.epoch!r} came in the delivery "
-            f"of transfer {expected.transfer_id}, attempt {expected.attempt}, epoch {expected.epoch!r}."
-        )
-
-
-async def _take_acks(
-    requests: AsyncIterator[transfer_pb2.FetchRequest], push: Push, key: common_pb2.TransferKey
-) -> None:
-    async for message in requests:
-        if not message.HasField("ack"):
-            raise StalePeer("a fetch goes on with acknowledgements.")
-        _check_key(message.ack.key, key)
-        push.acknowledged(message.ack.sequence)
-
-
-async def _until_stopped(
-    requests: AsyncIterator[transfer_pb2.DeliverRequest], stopped: asyncio.Event, deadline_seconds: float
-) -> AsyncIterator[transfer_pb2.DeliverRequest | None]:
-    """The requests as they come, and None once, when `stopped` is set.
-
-    Raises:
-        DeadlinePassed: the writer went on for `deadline_seconds` after it was told to stop.
-    """
-    stop: asyncio.Task[bool] | None = asyncio.ensure_future(stopped.wait())
-    following: asyncio.Future[transfer_pb2.DeliverRequest | None] | None = None
-    deadline: float | None = None
-    try:
-        while True:
-            following = following or asyncio.ensure_future(anext(requests, None))
-            waits: set[asyncio.Future[bool] | asyncio.Future[transfer_pb2.DeliverRequest | None]] = {following}
-            if stop is not None:
-                waits.add(stop)
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-            done, _ = await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                raise DeadlinePassed(
-                    f"a writer did not close within {deadline_seconds:g} s (deadlines.stop) of the end."
-                )
-            if following in done:
-                message, following = following.result(), None
-                if message is None:
-                    return
-                yield message
-            else:
-                stop = None
-                deadline = time.monotonic() + deadline_seconds
-                yield None
-    finally:
-        for task in (stop, following):
-            if task is not None:
-                task.cancel()
 
 
 class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):

@@ -20,6 +20,8 @@ from headwater.v1 import router_pb2, router_pb2_grpc
 from kv_transfer.metrics_server import MetricsServer
 from kv_transfer.model_folder import read_model_folder
 from router.flow import Flow
+from router.page.routes import Routes
+from router.page.server import PageServer
 from router.pairing import Policies
 from router.peers import Peers
 from router.policies.named import POLICIES
@@ -88,12 +90,18 @@ async def running_router(cluster: Cluster, model: ServedModel, stopping: Stoppin
         stack.push_async_callback(peers.close)
         stack.push_async_callback(registry.stop)
         await registry.start()
+        page = PageServer(
+            cluster.router.page_address, Routes(cluster.router.name, metrics_server.address, registry).all()
+        )
+        stack.push_async_callback(page.stop)
+        await page.start()
         policies = Policies(POLICIES[cluster.router.prefill_policy], POLICIES[cluster.router.decode_policy])
         servicer = RouterServicer(
             Flow(model, registry, peers, cluster.deadlines, policies),
             registry,
             peers,
             metrics_server.address,
+            page.address,
             max_requests=cluster.router.max_requests,
         )
         router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server.grpc_server)
@@ -102,7 +110,7 @@ async def running_router(cluster: Cluster, model: ServedModel, stopping: Stoppin
         stack.push_async_callback(server.stop, cluster.deadlines.stop)
         await server.start()
         await server.set_serving(serving=True)
-        log.info("serving", address=server.address, metrics=metrics_server.address)
+        log.info("serving", address=server.address, metrics=metrics_server.address, page=page.address)
         yield server.address
         if stopping is not None:
             await server.set_serving(serving=False)

@@ -82,12 +82,20 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     """The public API over one flow and one registry."""
 
     def __init__(
-        self, flow: Flow, registry: Registry, peers: Peers, metrics_address: str, *, max_requests: int
+        self,
+        flow: Flow,
+        registry: Registry,
+        peers: Peers,
+        metrics_address: str,
+        page_address: str,
+        *,
+        max_requests: int,
     ) -> None:
         self._flow = flow
         self._registry = registry
         self._peers = peers
         self._metrics_address = metrics_address
+        self._page_address = page_address
         self._max_requests = max_requests
         self._draining = False
         # Flows that run, some of them after the client has its answer, and their requests.
@@ -128,7 +136,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.StatusRequest, context: object
     ) -> router_pb2.StatusResponse:
         return router_pb2.StatusResponse(
-            groups=describe_groups(self._registry.snapshot()), metrics_address=self._metrics_address
+            groups=describe_groups(self._registry.snapshot()),
+            metrics_address=self._metrics_address,
+            page_address=self._page_address,
         )
 
     async def Drain(  # noqa: N802

@@ -11,6 +11,7 @@ from google.protobuf import json_format
 from rich.live import Live
 from rich.table import Table
 
+from headwater.security import credentials
 from headwater.v1 import router_pb2
 from router.check import Report
 from router.console import open_console
@@ -29,7 +30,13 @@ def show_status(status: router_pb2.StatusResponse, *, as_json: bool) -> None:
         return
     console = open_console()
     console.print(status_table(status))
-    console.print(f"router metrics: http://{status.metrics_address}/metrics")
+    console.print(f"router metrics: {url(status.metrics_address)}/metrics")
+    console.print(f"page: {url(status.page_address)}/")
+
+
+def url(address: str) -> str:
+    """Of an HTTP server of the cluster whose credentials this process has."""
+    return f"{'https' if credentials().ca else 'http'}://{address}"
 
 
 def watch_status(ask: Callable[[], router_pb2.StatusResponse], seconds: float) -> None:

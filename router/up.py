@@ -9,9 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from headwater.client import AsyncClient
 from headwater.cluster import load_cluster
 from headwater.errors import PeerUnavailable
 from router.console import open_console
+from router.show import url
 from router.supervisor import Supervisor
 
 
@@ -52,6 +54,9 @@ async def _run(supervisor: Supervisor, start_seconds: float, console: Console) -
     for process in supervisor.placed:
         child = supervisor.children[process.name]
         table.add_row(process.name, process.role, process.address or "", str(child.pid), str(child.log_file or ""))
+    for router in (process for process in supervisor.placed if process.role == "router"):
+        async with AsyncClient(router.address or "") as client:
+            table.caption = f"page: {url((await client.status()).page_address)}/"
     console.print(table)
     child = await supervisor.first_exit()
     raise PeerUnavailable(await asyncio.to_thread(child.describe_exit))

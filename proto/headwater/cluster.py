@@ -50,6 +50,9 @@ class Router(Struct, frozen=True, forbid_unknown_fields=True):
 
     address: Address = "127.0.0.1:7000"
     metrics_port: Port = 0
+    # Where the live page and the list of processes for Prometheus are served, by HTTP. Port 0 takes a free one. Keep it
+    # on loopback, or in a network that is trusted: it asks for no token.
+    page_address: Address = "127.0.0.1:0"
     name: Name = "router"
     # Requests that may be under way at once; one more is refused.
     max_requests: Positive = 4096
@@ -272,16 +275,18 @@ def _check_names_and_addresses(cluster: Cluster) -> None:
                 "give each its own name."
             )
         names[section.name] = role
-        port = int(section.address.rpartition(":")[2])
-        if port > _LARGEST_PORT:
-            raise InvalidConfig(
-                f"{role} {section.name}: address {section.address!r}: a port is at most {_LARGEST_PORT}."
-            )
-        if port and section.address in seen:
-            raise InvalidConfig(
-                f"{role} {section.name}: address {section.address!r} is also used by {seen[section.address]}."
-            )
-        seen[section.address] = f"{role} {section.name}"
+        _check_address("address", section.address, f"{role} {section.name}", seen)
+    _check_address("page_address", cluster.router.page_address, f"router {cluster.router.name}", seen)
+
+
+def _check_address(key: str, address: str, section: str, seen: dict[str, str]) -> None:
+    """Raises InvalidConfig for a port that cannot be, or is another section's; notes in `seen` whose it is."""
+    port = int(address.rpartition(":")[2])
+    if port > _LARGEST_PORT:
+        raise InvalidConfig(f"{section}: {key} {address!r}: a port is at most {_LARGEST_PORT}.")
+    if port and address in seen:
+        raise InvalidConfig(f"{section}: {key} {address!r} is also used by {seen[address]}.")
+    seen[address] = section
 
 
 def _check_prefill(group: Prefill) -> None:

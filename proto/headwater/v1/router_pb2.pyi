@@ -566,7 +566,10 @@ class StatusResponse(_message.Message):
 
     GROUPS_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
+    PAGE_ADDRESS_FIELD_NUMBER: _builtins.int
     metrics_address: _builtins.str
+    page_address: _builtins.str
+    """host:port of the router's page."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupStatus]: ...
     def __init__(
@@ -574,10 +577,11 @@ class StatusResponse(_message.Message):
         *,
         groups: _abc.Iterable[Global___GroupStatus] | None = ...,
         metrics_address: _builtins.str = ...,
+        page_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "metrics_address", b"metrics_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "metrics_address", b"metrics_address", "page_address", b"page_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

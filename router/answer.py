@@ -13,6 +13,7 @@ from typing import Protocol
 from headwater.lifecycle import Event, Logger
 from headwater.v1 import common_pb2, prefill_pb2, router_pb2
 from router import metrics
+from router.history import Record
 from router.request import Job
 from router.text_stream import TextStream
 from router.ttft import Timeline
@@ -28,12 +29,15 @@ class ClientStream(Protocol):
 class Answer:
     """Sends one answer. The flow calls each method from the leg that learned of it."""
 
-    def __init__(self, client: ClientStream, job: Job, text: TextStream, timeline: Timeline, log: Logger) -> None:
+    def __init__(
+        self, client: ClientStream, job: Job, text: TextStream, timeline: Timeline, log: Logger, record: Record
+    ) -> None:
         self._client = client
         self._job = job
         self._text = text
         self._timeline = timeline
         self._log = log
+        self.record = record
         self._num_tokens = 0
         self._ttft = router_pb2.TtftParts()
         self._last_token_at = 0.0
@@ -52,6 +56,7 @@ class Answer:
 
     async def progress(self, tokens_done: int) -> None:
         """Another chunk has left the last stage."""
+        self.record.progress(tokens_done)
         progress = router_pb2.Progress(tokens_done=tokens_done, tokens_total=self._job.num_tokens)
         await self._client.send(router_pb2.GenerateResponse(progress=progress))
 
@@ -60,6 +65,7 @@ class Answer:
         self._timeline.first_token = time.monotonic()
         await self._send_token(sampled.token_id)
         self._ttft = self._timeline.parts(sampled, sent=self._last_token_at)
+        self.record.first_token(self._ttft)
         self._first_token_sent.set()
         self._log.event(Event.FIRST_TOKEN_SENT, token=sampled.token_id)
         metrics.observe_ttft(self._ttft)
@@ -68,6 +74,7 @@ class Answer:
         """The decode group has all KV."""
         self._timeline.committed = time.monotonic()
         self.is_committed = True
+        self.record.committed()
 
     async def token(self, token_id: int) -> None:
         """Decode has produced a token. One after the stop string is not part of the answer."""
@@ -91,6 +98,7 @@ class Answer:
         )
         self.finished = True
         outcome = common_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+        self.record.finished(outcome)
         metrics.REQUESTS.labels(outcome).inc()
         if self._num_tokens > 1:
             first_token_at = self._timeline.received + self._ttft.total
@@ -111,6 +119,7 @@ class Answer:
     async def _send_token(self, token_id: int) -> None:
         token = router_pb2.Token(id=token_id, index=self._num_tokens, text=self._text.push(token_id))
         self._num_tokens += 1
+        self.record.num_generated_tokens = self._num_tokens
         metrics.GENERATED_TOKENS.inc()
         await self._client.send(router_pb2.GenerateResponse(token=token))
         self._last_token_at = time.monotonic()

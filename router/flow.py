@@ -17,6 +17,7 @@ from headwater.lifecycle import Event, Logger, get_logger
 from headwater.v1 import router_pb2
 from router import metrics
 from router.answer import Answer, ClientStream
+from router.history import History
 from router.legs import Groups, Legs, Peers
 from router.pairing import Pair, Policies, Size, choose_pair
 from router.request import Job, ServedModel, prepare
@@ -57,13 +58,20 @@ class Flow:
     """Runs requests; holds nothing of them."""
 
     def __init__(
-        self, model: ServedModel, groups: Groups, peers: Peers, deadlines: Deadlines, policies: Policies
+        self,
+        model: ServedModel,
+        groups: Groups,
+        peers: Peers,
+        deadlines: Deadlines,
+        policies: Policies,
+        history: History,
     ) -> None:
         self._model = model
         self._groups = groups
         self._peers = peers
         self._deadlines = deadlines
         self._policies = policies
+        self._history = history
         self._budget = RetryBudget()
         # Each router counts from elsewhere, so that routers do not do the same at the same time.
         self._turns = itertools.count(secrets.randbits(32))
@@ -79,12 +87,13 @@ class Flow:
         log.event(Event.RECEIVED)
         answer: Answer | None = None
         ended = "ok"
-        with metrics.IN_FLIGHT.track_inprogress():
+        with metrics.IN_FLIGHT.track_inprogress(), self._history.follow(request_id) as record:
             try:
                 job = await prepare(request, request_id, self._model)
+                record.tokenized(job.num_tokens)
                 log.event(Event.TOKENIZED, num_prompt_tokens=job.num_tokens)
                 stream = TextStream(self._model.text.tokenizer, job.stop.stop)
-                answer = Answer(client, job, stream, timeline, log)
+                answer = Answer(client, job, stream, timeline, log, record)
                 await self._try(job, answer, timeline, log)
             except asyncio.CancelledError:
                 if answer is None or not answer.finished:

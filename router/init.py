@@ -21,6 +21,7 @@ path = "{model}"
 [router]
 address = "127.0.0.1:7000"      # where clients ask; a host's own address to be reached from elsewhere
 # metrics_port = 9100           # 0, the default, lets the system choose; `headwater status` shows it
+# page_address = "127.0.0.1:7080"   # of the live page; default: a free port, on this host only
 # prefill_policy = "predicted_ttft"
 # decode_policy = "least_loaded"
 # max_requests = 4096

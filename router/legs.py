@@ -131,6 +131,7 @@ class Legs:
     async def _run(self) -> None:
         decode = self._pair.decode
         self._log.event(Event.PAIRED, prefill=self._pair.prefill.name, decode=decode.name if decode else "")
+        self._answer.record.paired(self._pair.prefill.name, decode.name if decode else "")
         if decode is None:
             self._timeline.on_admitted()
             await self._prefill(self._pair.prefill, None)
@@ -200,6 +201,7 @@ class Legs:
                             events, grant = await self._open_decode(stack, node, self._attempt + 1)
                             await self._redirect(grant)
                         self._decode_group = node
+                        self._answer.record.redirected(node.name)
                         metrics.RESUMES.labels("decode").inc()
                         self._log.event(Event.RESUMED, attempt=self._attempt, decode=node.name, instead_of=lost.name)
 
@@ -300,6 +302,7 @@ class Legs:
         )
         metrics.PROMPT_TOKENS.inc(self._job.num_tokens)
         completed = False
+        self._answer.record.prefilling(group.name, self._request_id)
         with self._groups.dispatched(group.name, self._job.num_tokens) as computed:
             async with self._peers.prefill(group.name, request) as events:
                 if not self._prefilling:

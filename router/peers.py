@@ -99,6 +99,21 @@ class Peers:
         except grpc.RpcError as error:
             raise self._unanswered(error, name) from error
 
+    async def trace_prefill(self, name: str, request_id: str) -> prefill_pb2.TracePrefillResponse:
+        """What a group did for a request that is running or ended lately.
+
+        Raises:
+            InvalidRequest: it does not know the request, or there is no such group any more.
+            PeerError: it does not answer.
+        """
+        if name not in self._prefill:
+            raise InvalidRequest(f"there is no prefill group {name!r} any more.")
+        request = prefill_pb2.TracePrefillRequest(request_id=request_id)
+        try:
+            return await self._prefill[name].TracePrefill(request, timeout=self._reply_seconds)
+        except grpc.RpcError as error:
+            raise self._unanswered(error, name) from error
+
     async def drain(self, name: str, *, draining: bool) -> None:
         """Has a group refuse new requests, or take them again.
 

@@ -20,8 +20,10 @@ from headwater.v1 import router_pb2, router_pb2_grpc
 from kv_transfer.metrics_server import MetricsServer
 from kv_transfer.model_folder import read_model_folder
 from router.flow import Flow
+from router.history import History
 from router.page.routes import Routes
 from router.page.server import PageServer
+from router.page.view import describe_router
 from router.pairing import Policies
 from router.peers import Peers
 from router.policies.named import POLICIES
@@ -73,6 +75,7 @@ async def running_router(cluster: Cluster, model: ServedModel, stopping: Stoppin
             await server.set_health(name, serving=reached)
 
     peers = Peers(cluster)
+    history = History()
     registry = Registry(cluster, peers, model.tokenizer_fingerprint, on_change)
     async with contextlib.AsyncExitStack() as stack:
         metrics_server = MetricsServer(
@@ -90,14 +93,19 @@ async def running_router(cluster: Cluster, model: ServedModel, stopping: Stoppin
         stack.push_async_callback(peers.close)
         stack.push_async_callback(registry.stop)
         await registry.start()
-        page = PageServer(
-            cluster.router.page_address, Routes(cluster.router.name, metrics_server.address, registry).all()
+        routes = Routes(
+            describe_router(cluster.router.name, Path(cluster.model.path).name),
+            metrics_server.address,
+            registry,
+            history,
+            peers,
         )
+        page = PageServer(cluster.router.page_address, routes.all(), routes.close, cluster.deadlines.stop)
         stack.push_async_callback(page.stop)
         await page.start()
         policies = Policies(POLICIES[cluster.router.prefill_policy], POLICIES[cluster.router.decode_policy])
         servicer = RouterServicer(
-            Flow(model, registry, peers, cluster.deadlines, policies),
+            Flow(model, registry, peers, cluster.deadlines, policies, history),
             registry,
             peers,
             metrics_server.address,

@@ -56,14 +56,15 @@ def test_wheel_has_nothing_else_at_top_level(wheel: set[str]) -> None:
     assert {name for name in top_level if not name.endswith(".dist-info")} == set(PACKAGES)
 
 
-def test_wheel_has_every_module_stub_and_type_marker(wheel: set[str]) -> None:
+def test_wheel_has_every_module_stub_page_and_type_marker(wheel: set[str]) -> None:
     expected = {
         f"{name}/{path.relative_to(folder).as_posix()}"
         for name, folder in PACKAGES.items()
-        for pattern in ("*.py", "*.pyi", "*.proto")
+        for pattern in ("*.py", "*.pyi", "*.proto", "*.html", "*.css", "*.js")
         for path in folder.rglob(pattern)
     }
     assert {"headwater/v1/prefill_pb2.py", "headwater/v1/prefill_pb2_grpc.pyi"} <= expected
+    assert {f"router/page/static/page.{kind}" for kind in ("html", "css", "js")} <= expected
     assert expected <= wheel
     assert {f"{name}/py.typed" for name in PACKAGES} <= wheel
 

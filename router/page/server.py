@@ -7,7 +7,7 @@ nothing here tells what prompts or answers say.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -33,12 +33,20 @@ class PageServer:
     Args:
         address: "host:port"; port 0 lets the system choose, and `self.address` says what it chose.
         routes: what it answers.
+        on_stop: told when it stops, to end answers that go on.
+        stop_seconds: what answers have to end.
 
     Raises:
         InvalidConfig: plain text may not be spoken there, or the TLS files cannot be used.
     """
 
-    def __init__(self, address: str, routes: Iterable[web.AbstractRouteDef]) -> None:
+    def __init__(
+        self,
+        address: str,
+        routes: Iterable[web.AbstractRouteDef],
+        on_stop: Callable[[web.Application], Awaitable[None]],
+        stop_seconds: float,
+    ) -> None:
         credentials().check_listening(address)
         self.address = address
         self._host, _, port = address.rpartition(":")
@@ -47,7 +55,8 @@ class PageServer:
         application = web.Application(middlewares=[_own_name_only] if is_loopback(self._host) else [])
         application.add_routes(routes)
         application.on_response_prepare.append(_add_headers)
-        self._runner = web.AppRunner(application, access_log=None)
+        application.on_shutdown.append(on_stop)
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=stop_seconds)
 
     async def start(self) -> None:
         """Raises InvalidConfig when the address cannot be listened on."""

@@ -17,6 +17,7 @@ import tokenizers.pre_tokenizers
 import router
 from headwater.client import AsyncClient
 from headwater.cluster import Cluster, parse_cluster
+from headwater.errors import InvalidRequest
 from headwater.rpc import Server
 from headwater.tokens import unpack
 from headwater.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, router_pb2
@@ -135,6 +136,8 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
             transport="memory",
         )
         self.requests: list[prefill_pb2.PrefillRequest] = []
+        # By request.
+        self.traces: dict[str, prefill_pb2.TracePrefillResponse] = {}
         # The first token and the KV have left.
         self.delivered = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -161,6 +164,13 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> prefill_pb2.DrainPrefillResponse:
         self.description.draining, self.description.serving = request.draining, not request.draining
         return prefill_pb2.DrainPrefillResponse()
+
+    async def TracePrefill(  # noqa: N802
+        self, request: prefill_pb2.TracePrefillRequest, context: object
+    ) -> prefill_pb2.TracePrefillResponse:
+        if request.request_id not in self.traces:
+            raise InvalidRequest(f"no trace of {request.request_id!r}")
+        return self.traces[request.request_id]
 
     async def run(self, request: prefill_pb2.PrefillRequest) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """The default script: all goes well."""

@@ -1,0 +1,1 @@
+"""The router's page in a real browser: Debian's chromium, driven by selenium."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import json
+import re
 import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -21,6 +22,7 @@ from headwater.cluster import parse_cluster
 from headwater.errors import HeadwaterError, InvalidConfig
 from headwater.security import Credentials
 from headwater.v1 import common_pb2, prefill_pb2
+from router.main import main
 from router.page.server import PageServer
 from router.server import running_router
 from router.ttft import PARTS
@@ -258,6 +260,30 @@ def test_the_page_ends_with_its_router() -> None:
             assert not is_open(address)
             # What was sent ended in order.
             assert (await watching.content.read()).endswith(b"\n")
+
+    asyncio.run(run())
+
+
+def test_the_page_itself_needs_nothing_from_elsewhere() -> None:
+    async def run() -> None:
+        async with rig(ANSWER) as it, browsing(it) as page:
+            for path, kind in (("/", "text/html"), ("/page.js", "text/javascript"), ("/page.css", "text/css")):
+                response = await page.get(path)
+                assert (response.status, response.content_type, response.charset) == (200, kind, "utf-8")
+                text = await response.text()
+                # The one in the icon, and one in a comment, name what they are and where colours come from.
+                foreign = set(re.findall(r"https?://[^\s'\")]+", text))
+                assert foreign <= {"http://www.w3.org/2000/svg", "https://personal.sron.nl/~pault/"}
+                assert "innerHTML" not in text
+
+    asyncio.run(run())
+
+
+def test_status_says_where_the_page_is(capsys: pytest.CaptureFixture[str]) -> None:
+    async def run() -> None:
+        async with rig(ANSWER) as it:
+            assert await asyncio.to_thread(main, ["status", "--router", it.address]) == 0
+            assert f"page: http://{(await it.client.status()).page_address}/\n" in capsys.readouterr().out
 
     asyncio.run(run())
 

@@ -18,6 +18,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+from headwater.client import Client
 from headwater.cluster import load_cluster
 from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.v1 import router_pb2
@@ -93,6 +94,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
         supervisor.wait_ready(_START_SECONDS)
         for process in supervisor.placed:
             say(f"  {process.name:<10} {process.address}  process {supervisor.children[process.name].pid}")
+        with Client(cluster.router.address) as client:
+            say(f"  page       http://{client.status().page_address}/")
         request = router_pb2.GenerateRequest(max_tokens=arguments.max_tokens)
         request.chat.messages.add(role="user", content=text)
         asyncio.run(run_generate(cluster.router.address, request, as_json=False, progress=True))

@@ -139,7 +139,7 @@ function showFigures(snapshot) {
   const queued = groups.reduce((sum, group) => sum + group.queued_requests, 0);
   pairs(at("figures"), [
     ["groups serving", String(serving), `of ${groups.length}`],
-    ["requests under way", String(snapshot.num_running), queued ? `${queued} wait for pages` : ""],
+    ["running requests", String(snapshot.num_running), queued ? `${queued} wait for pages` : ""],
     ["prefill, last 10 s", whole.format(tokenRate()), "tokens/s"],
     ["TTFT, median", totals.length ? seconds(quantile(totals, 0.5)) : "–", ""],
     ["TTFT, 90 % below", totals.length ? seconds(quantile(totals, 0.9)) : "–", ""],
@@ -158,7 +158,7 @@ function makeGroup() {
 function updateGroup(card, group) {
   const find = (name) => card.querySelector(`.${name}`);
   write(find("name"), group.name);
-  write(find("note"), [group.role, group.layout, group.transport].filter(Boolean).join(" · "));
+  write(find("note"), [group.role, group.layout].filter(Boolean).join(" · "));
   find("state").className = `state ${group.state}`;
   write(find("state"), STATES[group.state] ?? group.state);
   write(find("why"), group.detail);
@@ -205,6 +205,7 @@ function facts(group) {
     const time = group.backlog_seconds ? `, about ${seconds(group.backlog_seconds)}` : "";
     rows.push(["backlog", `${whole.format(group.backlog_tokens)} tokens${time}`]);
   }
+  if (group.transport) rows.push(["transport", group.transport]);
   rows.push(["breaker", words(group.breaker)]);
   rows.push(["epoch", group.epoch ? group.epoch.slice(0, 12) : "–"]);
   rows.push(["address", group.address]);
@@ -392,6 +393,9 @@ function showDetail() {
   if (view.problem) write(at("detail-empty"), view.problem);
   if (detail === null) return;
   showFacts(detail.request);
+  write(at("why"), detail.request.detail);
+  shown("why", detail.request.detail !== "");
+  showParts(detail.request.ttft);
   keep(at("events"), detail.events.map((event, i) => ({ ...event, i })), (event) => event.i,
     () => element("li", {}, element("b"), element("span")), (item, event) => {
       write(item.firstElementChild, words(event.event));
@@ -403,7 +407,7 @@ function showDetail() {
 function showFacts(request) {
   const outcome = hasEnded(request) ? request.outcome : PHASES[request.event];
   pairs(at("facts"), [
-    ["state", outcome, request.detail],
+    ["state", outcome],
     ["prompt", `${whole.format(request.num_prompt_tokens)} tokens`],
     ["prefilled", whole.format(request.num_tokens_done)],
     ["TTFT", request.ttft ? seconds(request.ttft.total) : "–"],
@@ -412,6 +416,14 @@ function showFacts(request) {
     ["prefill", request.prefill || "–"],
     ["decode", request.decode || "–"],
   ]);
+}
+
+function showParts(ttft) {
+  shown("parts", ttft !== null);
+  const parts = Object.keys(PARTS).filter((part) => ttft?.[part] >= 0.0005);
+  keep(at("parts"), parts, (part) => part, (part) => element("li", { title: PARTS[part] },
+    element("span", { class: `swatch ${part}` }), element("span")),
+    (item, part) => write(item.lastElementChild, `${words(part)} ${seconds(ttft[part])}`));
 }
 
 function traceOf(trace, detail, number) {

@@ -24,11 +24,12 @@ from router.request import Job, ServedModel, prepare
 from router.snapshot import Snapshot
 from router.text_stream import TextStream
 from router.ttft import Timeline
+from router.waiting import PairQueue
 
 _log = get_logger(__name__)
 
 
-# Tries of one request; the first included.
+# Tries of one request that end in a failure of a group; being full is none.
 _MOST_TRIES = 3
 # Of retries: at once, and for each request.
 _LARGEST_BUDGET, _EARNED = 10.0, 0.1
@@ -55,7 +56,7 @@ class RetryBudget:
 
 
 class Flow:
-    """Runs requests; holds nothing of them."""
+    """Runs requests; holds nothing of them but the queue of those that wait for groups."""
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class Flow:
         deadlines: Deadlines,
         policies: Policies,
         history: History,
+        max_waiting: int,
     ) -> None:
         self._model = model
         self._groups = groups
@@ -75,6 +77,8 @@ class Flow:
         self._budget = RetryBudget()
         # Each router counts from elsewhere, so that routers do not do the same at the same time.
         self._turns = itertools.count(secrets.randbits(32))
+        self._queue = PairQueue(groups.snapshot, self._choose, max_waiting, deadlines.pair)
+        groups.listen(self._queue.changed)
 
     async def run(self, request: router_pb2.GenerateRequest, request_id: str, client: ClientStream) -> None:
         """Answers one request. Cancelling ends both legs.
@@ -111,46 +115,45 @@ class Flow:
 
     async def _try(self, job: Job, answer: Answer, timeline: Timeline, log: Logger) -> None:
         """On one pair after the other, as long as the client has no token: each time a new transfer, without the groups
-        that have failed.
+        that have failed. Waits when no group can take it.
         """
-        size = Size(job.num_tokens, job.stop.max_tokens)
         self._budget.earn()
-        lost: set[str] = set()
-        failure: HeadwaterError | None = None
-        for number in range(1, _MOST_TRIES + 1):
-            try:
-                pair = self._choose(self._groups.snapshot().without(lost), size)
-            except HeadwaterError:
-                if failure is not None:
-                    # Nobody is left; what is said is why somebody else was needed.
-                    raise failure from None
-                raise
-            timeline.on_paired()
-            transfer_id = uuid.uuid4().hex
-            legs = Legs(
-                self._peers,
-                self._groups,
-                self._deadlines,
-                self._choose,
-                pair,
-                job,
-                job.request_id if number == 1 else f"{job.request_id}~{number}",
-                transfer_id,
-                answer,
-                timeline,
-                log.bind(transfer=transfer_id),
-            )
-            try:
-                await legs.run()
-            except (PeerError, CapacityError) as error:
-                if answer.has_first_token or not legs.lost or number == _MOST_TRIES or not self._budget.spend():
-                    raise
-                failure = error
-                lost |= legs.lost
-                metrics.RETRIES.inc()
-                log.event(Event.RETRIED, without=sorted(lost), error=str(error))
-            else:
-                return
+        num_failed = 0
+        with self._queue.place(Size(job.num_tokens, job.stop.max_tokens)) as place:
+            for number in itertools.count(1):
+                pair = await place.pair()
+                timeline.on_paired()
+                transfer_id = uuid.uuid4().hex
+                legs = Legs(
+                    self._peers,
+                    self._groups,
+                    self._deadlines,
+                    self._choose,
+                    place.taken,
+                    pair,
+                    job,
+                    job.request_id if number == 1 else f"{job.request_id}~{number}",
+                    transfer_id,
+                    answer,
+                    timeline,
+                    log.bind(transfer=transfer_id),
+                )
+                try:
+                    await legs.run()
+                except (PeerError, CapacityError) as error:
+                    if answer.has_first_token or not legs.lost:
+                        raise
+                    if isinstance(error, CapacityError):
+                        place.refused(legs.lost, error)
+                    else:
+                        num_failed += 1
+                        if num_failed == _MOST_TRIES or not self._budget.spend():
+                            raise
+                        place.failed(legs.lost, error)
+                    metrics.RETRIES.inc()
+                    log.event(Event.RETRIED, without=sorted(legs.lost), error=str(error))
+                else:
+                    return
 
-    def _choose(self, snapshot: Snapshot, size: Size) -> Pair:
-        return choose_pair(snapshot, size, self._policies, next(self._turns))
+    def _choose(self, snapshot: Snapshot, size: Size, *, patient: bool = False) -> Pair:
+        return choose_pair(snapshot, size, self._policies, next(self._turns), patient=patient)

@@ -25,6 +25,7 @@ address = "127.0.0.1:7000"      # where clients ask; a host's own address to be 
 # prefill_policy = "predicted_ttft"
 # decode_policy = "least_loaded"
 # max_requests = 4096
+# max_waiting = 1024            # of those, how many may wait for groups that are full or restarting
 
 [[prefill]]
 name = "prefill-0"
@@ -46,6 +47,7 @@ capacity_tokens = 32768         # of prompts and answers together
 # wire_dtype = "auto"           # or "float8_e4m3fn": half the bytes, with the error that it has
 
 # [deadlines]                   # in seconds; every wait ends
+# pair = 10                     # a request that no group can take now waits in the router
 # queue = 600                   # a request gets pages and its turn
 # step = 600                    # one step through the whole pipeline
 # drain = 30                    # what runs when a process is told to stop may still end

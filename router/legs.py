@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 
@@ -28,7 +29,7 @@ from router import metrics
 from router.answer import Answer
 from router.pairing import Pair, Size
 from router.request import Job
-from router.snapshot import DecodeGroup, PrefillGroup, Snapshot
+from router.snapshot import DecodeGroup, Loss, PrefillGroup, Snapshot
 from router.ttft import Timeline
 
 _MOST_ATTEMPTS = 3
@@ -55,6 +56,8 @@ class Groups(Protocol):
 
     def snapshot(self) -> Snapshot: ...
 
+    def listen(self, listener: Callable[[str], None]) -> None: ...
+
     def failed(self, name: str, error: HeadwaterError) -> None: ...
 
     def succeeded(self, name: str) -> None: ...
@@ -67,6 +70,7 @@ class Legs:
 
     Args:
         choose: the pair for what is left of the groups.
+        on_admitted: told when the decode group has granted, and prefill is asked.
         request_id: by which the groups know this try of the request.
     """
 
@@ -76,6 +80,7 @@ class Legs:
         groups: Groups,
         deadlines: Deadlines,
         choose: Callable[[Snapshot, Size], Pair],
+        on_admitted: Callable[[], None],
         pair: Pair,
         job: Job,
         request_id: str,
@@ -88,6 +93,7 @@ class Legs:
         self._groups = groups
         self._deadlines = deadlines
         self._choose = choose
+        self._on_admitted = on_admitted
         self._pair = pair
         self._job = job
         self._size = Size(job.num_tokens, job.stop.max_tokens)
@@ -101,7 +107,7 @@ class Legs:
         # The group of each leg as it is now, and those that were lost.
         self._prefill_group = pair.prefill
         self._decode_group = pair.decode
-        self.lost: set[str] = set()
+        self.lost: dict[str, Loss] = {}
         # Prefill has been asked for, and has not completed.
         self._prefilling = False
         # One change of groups at a time.
@@ -133,14 +139,14 @@ class Legs:
         self._log.event(Event.PAIRED, prefill=self._pair.prefill.name, decode=decode.name if decode else "")
         self._answer.record.paired(self._pair.prefill.name, decode.name if decode else "")
         if decode is None:
-            self._timeline.on_admitted()
+            self._admitted()
             await self._prefill(self._pair.prefill, None)
             return
         granted: asyncio.Future[common_pb2.Grant] = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as legs:
             legs.create_task(self._decode_leg(decode, granted))
             grant = await granted
-            self._timeline.on_admitted()
+            self._admitted()
             legs.create_task(self._prefill_leg(grant))
 
     async def _prefill_leg(self, grant: common_pb2.Grant) -> None:
@@ -250,7 +256,7 @@ class Legs:
 
     def _note_lost(self, group: PrefillGroup | DecodeGroup, error: PeerError | CapacityError) -> None:
         self._log.warning("a group does not do its part", group=group.name, error=str(error))
-        self.lost.add(group.name)
+        self.lost[group.name] = Loss(group.description.epoch if group.description else "", time.monotonic())
         self._groups.failed(group.name, error)
 
     def _replacement(self) -> Pair | None:
@@ -290,6 +296,10 @@ class Legs:
         if (first.grant.transfer_id, first.grant.attempt) != (self._transfer_id, attempt):
             raise StalePeer(f"decode {decode} granted transfer {first.grant.transfer_id!r}, not {self._transfer_id!r}.")
         return first.grant
+
+    def _admitted(self) -> None:
+        self._timeline.on_admitted()
+        self._on_admitted()
 
     async def _prefill(self, group: PrefillGroup, grant: common_pb2.Grant | None) -> None:
         """One group's prefill. Without a grant it gives the whole answer, one token."""

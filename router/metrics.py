@@ -44,6 +44,7 @@ RESUMES = Counter(
     "headwater_resumes", "Requests that went on with another group from where one was lost, by its role.", ["role"]
 )
 IN_FLIGHT = Gauge("headwater_requests_in_flight", "Requests that were received and have not ended.")
+WAITING = Gauge("headwater_requests_waiting", "Requests that wait in the router for a group that can take them.")
 PROMPT_TOKENS = Counter("headwater_prompt_tokens", "Tokens of the prompts that were sent to a prefill group.")
 GENERATED_TOKENS = Counter("headwater_generated_tokens", "Tokens sent to clients.")
 GROUP_STATE = Gauge(

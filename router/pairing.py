@@ -52,24 +52,25 @@ class Policies:
     decode: Policy
 
 
-def choose_pair(snapshot: Snapshot, size: Size, policies: Policies, turn: int) -> Pair:
+def choose_pair(snapshot: Snapshot, size: Size, policies: Policies, turn: int, *, patient: bool = False) -> Pair:
     """The prefill group that the one policy chooses, and of the decode groups that can take its KV the other's choice.
 
     Args:
         turn: counts the router's requests; ties are resolved round robin by it.
+        patient: rather none than a group whose breaker is open.
 
     Raises:
         InvalidRequest: the request is larger than any group's pool.
-        PeerUnavailable: no group of one role is serving.
+        PeerUnavailable: no group of one role is serving, or, for the patient, none that has not failed lately.
         GeometryMismatch: groups are serving, but none of them can be paired.
     """
-    prefill = candidates("prefill", snapshot.prefill, size.num_prompt_tokens)
+    prefill = candidates("prefill", snapshot.prefill, size.num_prompt_tokens, patient=patient)
     if not size.needs_decode:
         usable = [group for group in prefill if not reason_against_prefill(snapshot, group)]
         if not usable:
             raise GeometryMismatch(reason_against_prefill(snapshot, prefill[0]))
         return Pair(_chosen(usable, [as_prefill(group, size) for group in usable], policies.prefill, turn), None)
-    decode = candidates("decode", snapshot.decode, size.num_tokens)
+    decode = candidates("decode", snapshot.decode, size.num_tokens, patient=patient)
     partners = {
         group.name: [other for other in decode if not reason_against_pair(snapshot, group, other)] for group in prefill
     }
@@ -81,12 +82,28 @@ def choose_pair(snapshot: Snapshot, size: Size, policies: Policies, turn: int) -
     return Pair(chosen, _chosen(others, [as_decode(group) for group in others], policies.decode, turn))
 
 
-def candidates(role: str, groups: Sequence[_AnyGroup], num_tokens: int) -> list[_AnyGroup]:
+def may_come(snapshot: Snapshot, size: Size) -> bool:
+    """Whether groups that are known could take the request, whatever keeps them from it now."""
+    prefill = [group for group in snapshot.prefill if _may_hold(group, size.num_prompt_tokens)]
+    if not size.needs_decode:
+        return any(not reason_against_prefill(snapshot, group) for group in prefill)
+    decode = [group for group in snapshot.decode if _may_hold(group, size.num_tokens)]
+    return any(not reason_against_pair(snapshot, group, other) for group in prefill for other in decode)
+
+
+def _may_hold(group: PrefillGroup | DecodeGroup, num_tokens: int) -> bool:
+    return group.description is None or group.description.capacity_tokens >= num_tokens
+
+
+def candidates(role: str, groups: Sequence[_AnyGroup], num_tokens: int, *, patient: bool = False) -> list[_AnyGroup]:
     """The serving groups whose pool can hold `num_tokens`, without those that have failed lately.
+
+    Args:
+        patient: if those are all, then none.
 
     Raises:
         InvalidRequest: no group that ever answered has such a pool.
-        PeerUnavailable: none of those that have is serving.
+        PeerUnavailable: none of those that have is serving, or left.
     """
     capacities = [(int(g.description.capacity_tokens), g) for g in groups if g.description is not None]
     unknown = [group for group in groups if group.description is None]
@@ -100,8 +117,12 @@ def candidates(role: str, groups: Sequence[_AnyGroup], num_tokens: int) -> list[
     found = [group for capacity, group in capacities if group.serving and capacity >= num_tokens]
     if not found:
         raise PeerUnavailable(_why_none(role, groups, num_tokens))
+    admitting = [group for group in found if group.admits]
+    if patient and not admitting:
+        names = ", ".join(map(str, found))
+        raise PeerUnavailable(f"every {role} group that serves has failed several requests in a row: {names}.")
     # When no breaker lets a request through, refusing it would only make a likely failure a certain one.
-    return [group for group in found if group.admits] or found
+    return admitting or found
 
 
 def _why_none(role: str, groups: Sequence[PrefillGroup | DecodeGroup], num_tokens: int) -> str:

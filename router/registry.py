@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from headwater.cluster import Cluster
-from headwater.errors import GeometryMismatch, HeadwaterError, InvalidConfig, PeerError, PeerUnavailable
+from headwater.errors import CapacityError, GeometryMismatch, HeadwaterError, InvalidConfig, PeerError, PeerUnavailable
 from headwater.lifecycle import get_logger
 from headwater.v1 import decode_pb2, prefill_pb2
 from router import metrics
@@ -64,6 +64,10 @@ class _Member(Generic[_Description]):
         self.watching: asyncio.Task[None] | None = None
         # When the newest description was asked for.
         self.described_at = 0.0
+        # What listeners were last told of: state, description, whether the breaker lets requests through.
+        self.told: tuple[State, _Description | None, bool] | None = None
+        # When a request last failed here, until listeners were told what the group has said since.
+        self.failed_at: float | None = None
         self.wanted = asyncio.Event()
         self._describe: Callable[[str], Awaitable[_Description]] = describe
         self._clock = clock
@@ -98,6 +102,7 @@ class _Member(Generic[_Description]):
             tuple(num_tokens for num_tokens, at in self.sent.values() if at >= self.described_at),
             self.breaker.state,
             self.breaker.admits,
+            self.described_at,
         )
 
 
@@ -133,6 +138,11 @@ class Registry:
         for node in cluster.decode:
             self._add(node.name, "decode", node.address)
         self._reported: set[str] = set()
+        self._listeners: list[Callable[[str], None]] = []
+
+    def listen(self, listener: Callable[[str], None]) -> None:
+        """Has `listener` told the name of a group whenever it may be able to take what it could not before."""
+        self._listeners.append(listener)
 
     async def start(self) -> None:
         """Returns when every group has been asked once."""
@@ -198,6 +208,7 @@ class Registry:
         if member.watching is not None and member.watching is not asyncio.current_task():
             member.watching.cancel()
         await self._describers.remove(member.name)
+        self._tell(member.name)
 
     def _add(self, name: str, role: str, address: str) -> _AnyMember:
         member: _AnyMember
@@ -238,14 +249,18 @@ class Registry:
         member = self._member(name)
         if member is not None:
             member.breaker.failed(error)
-        if isinstance(error, PeerError):
+        if member is not None and isinstance(error, PeerError):
+            member.failed_at = self._clock()
             self.refresh(name)
 
     def succeeded(self, name: str) -> None:
         """The group has done its part of a request."""
         member = self._member(name)
         if member is not None:
+            admitted = member.breaker.admits
             member.breaker.succeeded()
+            if not admitted:
+                self._tell(name)
 
     @contextlib.contextmanager
     def dispatched(self, name: str, num_tokens: int) -> Iterator[Callable[[], None]]:
@@ -263,10 +278,17 @@ class Registry:
         member.breaker.begin()
         sent, key = member.sent, object()
         sent[key] = num_tokens, self._clock()
+        taken = True
         try:
             yield lambda: sent.pop(key, None) and None
+        except CapacityError:
+            taken = False
+            raise
         finally:
             sent.pop(key, None)
+            # What was not taken leaves no more room than there was.
+            if taken:
+                self._tell(name)
 
     async def _watch(self, member: _AnyMember) -> None:
         while True:
@@ -284,8 +306,21 @@ class Registry:
         await self._forget(member)
         await self._on_change(self.snapshot())
 
+    def _tell(self, name: str) -> None:
+        for listener in self._listeners:
+            listener(name)
+
     async def _ask(self, member: _AnyMember) -> None:
-        if not await member.ask():
+        changed = await member.ask()
+        news = (member.state, member.description, member.breaker.admits)
+        # Whoever lost the group wants to know whether it is still there.
+        still_there = member.failed_at is not None and member.described_at > member.failed_at
+        if still_there:
+            member.failed_at = None
+        if still_there or news != member.told:
+            member.told = news  # type: ignore[assignment] # of the same member
+            self._tell(member.name)
+        if not changed:
             return
         epoch = member.description.epoch if member.description else ""
         log.info("group changed", group=member.name, state=member.state, detail=member.detail, epoch=epoch)

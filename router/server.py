@@ -105,7 +105,7 @@ async def running_router(cluster: Cluster, model: ServedModel, stopping: Stoppin
         await page.start()
         policies = Policies(POLICIES[cluster.router.prefill_policy], POLICIES[cluster.router.decode_policy])
         servicer = RouterServicer(
-            Flow(model, registry, peers, cluster.deadlines, policies, history),
+            Flow(model, registry, peers, cluster.deadlines, policies, history, cluster.router.max_waiting),
             registry,
             peers,
             metrics_server.address,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Collection
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from headwater.v1 import decode_pb2, prefill_pb2
 from router.breaker import BreakerState
@@ -41,6 +41,8 @@ class Group(Generic[_Description]):
     # Of this router's breaker for it, and whether that lets a request through.
     breaker: BreakerState = BreakerState.CLOSED
     admits: bool = True
+    # When the description was asked for, in seconds of the registry's clock.
+    described_at: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.name} at {self.address}"
@@ -54,6 +56,13 @@ PrefillGroup: TypeAlias = Group[prefill_pb2.DescribePrefillResponse]
 DecodeGroup: TypeAlias = Group[decode_pb2.DescribeDecodeResponse]
 
 
+class Loss(NamedTuple):
+    """Which incarnation of a group failed a request, and when, in seconds of the monotonic clock."""
+
+    epoch: str
+    at: float
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
     """All groups of the cluster file, in its order."""
@@ -62,6 +71,11 @@ class Snapshot:
     decode: tuple[DecodeGroup, ...]
     # Of the tokenizer that the router uses.
     tokenizer_fingerprint: str
+
+    @property
+    def groups(self) -> tuple[PrefillGroup | DecodeGroup, ...]:
+        """Of both roles."""
+        return (*self.prefill, *self.decode)
 
     def without(self, names: Collection[str]) -> Snapshot:
         """The other groups. With no names, all."""

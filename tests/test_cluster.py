@@ -126,8 +126,8 @@ REFUSED = [
     ),
     (
         "[deadlines]\nanswer = 1",
-        "deadlines: unknown key `answer`. Allowed: reply, heartbeat, silence, worker_start, step, write, acknowledge, "
-        "queue, lease, resume, stop, drain.",
+        "deadlines: unknown key `answer`. Allowed: reply, pair, heartbeat, silence, worker_start, step, write, "
+        "acknowledge, queue, lease, resume, stop, drain.",
     ),
     ('[[prefill]]\nname = "p0"', f"prefill[0]: missing required key `address`. Allowed: {PREFILL_KEYS}."),
     # Types, in the words of TOML.

@@ -56,6 +56,9 @@ class Router(Struct, frozen=True, forbid_unknown_fields=True):
     name: Name = "router"
     # Requests that may be under way at once; one more is refused.
     max_requests: Positive = 4096
+    # Of those, how many may wait for a group that can take them, for `deadlines.pair` at most; one more is refused.
+    # 0: none waits, and what no group can take now fails at once.
+    max_waiting: Annotated[int, Meta(ge=0)] = 1024
     # Which of the groups that fit gets a request (`router.policies`). "predicted_ttft" takes the one that by its own
     # costs has the first token soonest.
     prefill_policy: PrefillPolicy = "predicted_ttft"
@@ -147,6 +150,8 @@ class Deadlines(Struct, frozen=True, forbid_unknown_fields=True):
 
     # An answer from a peer that only has to think (describe, grant, open a delivery).
     reply: Seconds = 5.0
+    # A request that no group can take now (all are full, restarting or not reachable) waits in the router.
+    pair: Seconds = 10.0
     # How often the router asks each group how it is.
     heartbeat: Seconds = 0.5
     # A worker (or its leader) that is not heard of for so long is lost, though its connection stands.

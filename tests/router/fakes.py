@@ -293,7 +293,9 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def site(answer: list[int], num_groups: int, router_section: str = "") -> AsyncIterator[Site]:
+async def site(
+    answer: list[int], num_groups: int, router_section: str = "", *, pair_seconds: float = 0.1
+) -> AsyncIterator[Site]:
     """`num_groups` prefill groups p0, p1, … and decode groups d0, d1, …, which answer with `answer`."""
     async with contextlib.AsyncExitStack() as stack:
         prefill = [FakePrefill(answer) for _ in range(num_groups)]
@@ -311,7 +313,7 @@ async def site(answer: list[int], num_groups: int, router_section: str = "") -> 
                 await server.start()
                 stack.push_async_callback(server.stop, 0)
                 file += f'[[{role}]]\nname = "{letter}{number}"\naddress = "{server.address}"\n'
-        cluster = parse_cluster(file + "[deadlines]\nheartbeat = 0.05\n")
+        cluster = parse_cluster(file + f"[deadlines]\nheartbeat = 0.05\npair = {pair_seconds}\n")
         await stack.enter_async_context(asyncio.timeout(PATIENCE_SECONDS))
         address = await stack.enter_async_context(running_router(cluster, tiny_model()))
         client = await stack.enter_async_context(AsyncClient(address))
@@ -341,6 +343,7 @@ def cluster_of(prefill_address: str, decode_address: str, reply_seconds: float) 
         [deadlines]
         heartbeat = 0.05
         reply = {reply_seconds}
+        pair = 0.1
     """)
 
 

@@ -124,6 +124,8 @@ def test_no_group_reachable_names_each() -> None:
             [[decode]]
             name = "d0"
             address = "127.0.0.1:2"
+            [deadlines]
+            pair = 0.1
         """)
         async with running_router(cluster, tiny_model()) as address, AsyncClient(address) as client:
             with pytest.raises(

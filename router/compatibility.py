@@ -13,13 +13,24 @@ from router.snapshot import DecodeGroup, PrefillGroup, Snapshot
 
 def reason_against_prefill(snapshot: Snapshot, prefill: PrefillGroup) -> str:
     """Why token ids of the router would mean something else in this group."""
-    if prefill.description is None:
+    return _reason_against("prefill", snapshot, prefill)
+
+
+def reason_against_alone(snapshot: Snapshot, decode: DecodeGroup) -> str:
+    """Why this decode group cannot compute a prompt itself."""
+    if decode.description is not None and not decode.description.prefills:
+        return f"decode {decode} does not compute prompts."
+    return _reason_against("decode", snapshot, decode)
+
+
+def _reason_against(role: str, snapshot: Snapshot, group: PrefillGroup | DecodeGroup) -> str:
+    if group.description is None:
         return ""
-    theirs = prefill.description.geometry.tokenizer_fingerprint
+    theirs = group.description.geometry.tokenizer_fingerprint
     if theirs == snapshot.tokenizer_fingerprint:
         return ""
     return (
-        f"prefill {prefill} cannot be used: tokenizer_fingerprint is {theirs} there and "
+        f"{role} {group} cannot be used: tokenizer_fingerprint is {theirs} there and "
         f"{snapshot.tokenizer_fingerprint} in the router. Start both from the same model folder."
     )
 

@@ -1,4 +1,4 @@
-"""The life of one request in the router: check, tokenise, pair, run both legs.
+"""The life of one request in the router: check, tokenise, pair, run both legs (or the only one).
 
 Knows its groups and peers by small protocols, and the client by what it can be sent.
 """
@@ -10,6 +10,7 @@ import itertools
 import secrets
 import time
 import uuid
+from collections.abc import Callable
 
 from headwater.cluster import Deadlines
 from headwater.errors import CapacityError, HeadwaterError, PeerError
@@ -19,7 +20,8 @@ from router import metrics
 from router.answer import Answer, ClientStream
 from router.history import History
 from router.legs import Groups, Legs, Peers
-from router.pairing import Pair, Policies, Size, choose_pair
+from router.one_leg import OneLeg
+from router.pairing import Alone, Pair, Policies, Size, choose_pair, choose_route
 from router.request import Job, ServedModel, prepare
 from router.snapshot import Snapshot
 from router.text_stream import TextStream
@@ -66,7 +68,9 @@ class Flow:
         deadlines: Deadlines,
         policies: Policies,
         history: History,
+        *,
         max_waiting: int,
+        local_prefill_tokens: int,
     ) -> None:
         self._model = model
         self._groups = groups
@@ -74,6 +78,7 @@ class Flow:
         self._deadlines = deadlines
         self._policies = policies
         self._history = history
+        self._local_prefill_tokens = local_prefill_tokens
         self._budget = RetryBudget()
         # Each router counts from elsewhere, so that routers do not do the same at the same time.
         self._turns = itertools.count(secrets.randbits(32))
@@ -119,25 +124,13 @@ class Flow:
         """
         self._budget.earn()
         num_failed = 0
-        with self._queue.place(Size(job.num_tokens, job.stop.max_tokens)) as place:
+        size = Size(job.num_tokens, job.stop.max_tokens, is_short=job.num_tokens <= self._local_prefill_tokens)
+        with self._queue.place(size) as place:
             for number in itertools.count(1):
-                pair = await place.pair()
+                route = await place.pair()
                 timeline.on_paired()
-                transfer_id = uuid.uuid4().hex
-                legs = Legs(
-                    self._peers,
-                    self._groups,
-                    self._deadlines,
-                    self._choose,
-                    place.taken,
-                    pair,
-                    job,
-                    job.request_id if number == 1 else f"{job.request_id}~{number}",
-                    transfer_id,
-                    answer,
-                    timeline,
-                    log.bind(transfer=transfer_id),
-                )
+                request_id = job.request_id if number == 1 else f"{job.request_id}~{number}"
+                legs = self._legs(route, place.taken, job, request_id, answer, timeline, log)
                 try:
                     await legs.run()
                 except (PeerError, CapacityError) as error:
@@ -155,5 +148,47 @@ class Flow:
                 else:
                     return
 
-    def _choose(self, snapshot: Snapshot, size: Size, *, patient: bool = False) -> Pair:
-        return choose_pair(snapshot, size, self._policies, next(self._turns), patient=patient)
+    def _legs(
+        self,
+        route: Pair | Alone,
+        on_admitted: Callable[[], None],
+        job: Job,
+        request_id: str,
+        answer: Answer,
+        timeline: Timeline,
+        log: Logger,
+    ) -> Legs | OneLeg:
+        if isinstance(route, Alone):
+            return OneLeg(
+                self._peers,
+                self._groups,
+                self._deadlines,
+                on_admitted,
+                route.decode,
+                job,
+                request_id,
+                answer,
+                timeline,
+                log,
+            )
+        transfer_id = uuid.uuid4().hex
+        return Legs(
+            self._peers,
+            self._groups,
+            self._deadlines,
+            self._choose_pair,
+            on_admitted,
+            route,
+            job,
+            request_id,
+            transfer_id,
+            answer,
+            timeline,
+            log.bind(transfer=transfer_id),
+        )
+
+    def _choose(self, snapshot: Snapshot, size: Size, *, patient: bool) -> Pair | Alone:
+        return choose_route(snapshot, size, self._policies, next(self._turns), patient=patient)
+
+    def _choose_pair(self, snapshot: Snapshot, size: Size) -> Pair:
+        return choose_pair(snapshot, size, self._policies, next(self._turns))

@@ -117,7 +117,7 @@ def _show_summary(answer: Answer) -> None:
     console = open_console(stderr=True)
     console.print(table)
     where = answer.accepted.prefill_group
-    if answer.accepted.decode_group:
+    if answer.accepted.transfer_id:
         where += f" and {answer.accepted.decode_group}"
         commit = finished.commit_after_first_token_seconds
         console.print(f"KV committed {commit * 1000:.1f} ms after the first token")

@@ -24,6 +24,7 @@ address = "127.0.0.1:7000"      # where clients ask; a host's own address to be 
 # page_address = "127.0.0.1:7080"   # of the live page; default: a free port, on this host only
 # prefill_policy = "predicted_ttft"
 # decode_policy = "least_loaded"
+# local_prefill_tokens = 0      # prompts up to so many tokens are computed by the decode node
 # max_requests = 4096
 # max_waiting = 1024            # of those, how many may wait for groups that are full or restarting
 

@@ -5,13 +5,14 @@ Here is decided who can take a request at all; a policy (`router.policies`) choo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
 from headwater.errors import GeometryMismatch, InvalidRequest, PeerUnavailable
 from headwater.v1 import prefill_pb2
-from router.compatibility import reason_against_pair, reason_against_prefill
+from router.compatibility import reason_against_alone, reason_against_pair, reason_against_prefill
 from router.policies import Candidate, Policy
 from router.snapshot import DecodeGroup, PrefillGroup, Snapshot
 
@@ -24,6 +25,8 @@ class Size:
 
     num_prompt_tokens: int
     max_tokens: int
+    # The prompt may be computed by the decode group.
+    is_short: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -35,6 +38,11 @@ class Size:
         """The first token is prefill's; an answer of one token needs no KV elsewhere."""
         return self.max_tokens > 1
 
+    @property
+    def wants(self) -> tuple[bool, bool]:
+        """Requests with the same are served by the same groups, if those are large enough."""
+        return self.needs_decode, self.is_short
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pair:
@@ -45,11 +53,31 @@ class Pair:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Alone:
+    """Where a request with a short prompt goes: the decode group computes the prompt as well."""
+
+    decode: DecodeGroup
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Policies:
     """Of each role."""
 
     prefill: Policy
     decode: Policy
+
+
+def choose_route(
+    snapshot: Snapshot, size: Size, policies: Policies, turn: int, *, patient: bool = False
+) -> Pair | Alone:
+    """A decode group alone for a short prompt, where one can; else as `choose_pair`."""
+    if size.is_short:
+        with contextlib.suppress(InvalidRequest, PeerUnavailable):
+            decode = candidates("decode", snapshot.decode, size.num_tokens, patient=patient)
+            able = [group for group in decode if not reason_against_alone(snapshot, group)]
+            if able:
+                return Alone(_chosen(able, [as_decode(group) for group in able], policies.decode, turn))
+    return choose_pair(snapshot, size, policies, turn, patient=patient)
 
 
 def choose_pair(snapshot: Snapshot, size: Size, policies: Policies, turn: int, *, patient: bool = False) -> Pair:
@@ -85,9 +113,11 @@ def choose_pair(snapshot: Snapshot, size: Size, policies: Policies, turn: int, *
 def may_come(snapshot: Snapshot, size: Size) -> bool:
     """Whether groups that are known could take the request, whatever keeps them from it now."""
     prefill = [group for group in snapshot.prefill if _may_hold(group, size.num_prompt_tokens)]
+    decode = [group for group in snapshot.decode if _may_hold(group, size.num_tokens)]
+    if size.is_short and any(not reason_against_alone(snapshot, group) for group in decode):
+        return True
     if not size.needs_decode:
         return any(not reason_against_prefill(snapshot, group) for group in prefill)
-    decode = [group for group in snapshot.decode if _may_hold(group, size.num_tokens)]
     return any(not reason_against_pair(snapshot, group, other) for group in prefill for other in decode)
 
 

@@ -105,7 +105,16 @@ async def running_router(cluster: Cluster, model: ServedModel, stopping: Stoppin
         await page.start()
         policies = Policies(POLICIES[cluster.router.prefill_policy], POLICIES[cluster.router.decode_policy])
         servicer = RouterServicer(
-            Flow(model, registry, peers, cluster.deadlines, policies, history, cluster.router.max_waiting),
+            Flow(
+                model,
+                registry,
+                peers,
+                cluster.deadlines,
+                policies,
+                history,
+                max_waiting=cluster.router.max_waiting,
+                local_prefill_tokens=cluster.router.local_prefill_tokens,
+            ),
             registry,
             peers,
             metrics_server.address,

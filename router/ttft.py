@@ -11,7 +11,7 @@ from headwater.v1 import prefill_pb2, router_pb2
 PARTS = {
     "routing": "text to token ids, and the choice of a pair",
     "admission": "the decode group grants",
-    "retry": "on groups that were lost",
+    "retry": "on groups that were lost or full",
     "queue": "waiting for pages and turns in the prefill group",
     "exposed_transfer": "prefill waits for KV to move",
     "compute": "the last stage computes this prompt",

@@ -5,7 +5,7 @@ incarnation, has ended something, or its breaker lets requests through.
 
 A request that waits holds up those behind it that want the same of the groups, so that a large one is not passed by
 small ones for ever: one at a time is sent, and the next when the groups have it or it is back. Requests that want
-something else (`Size.needs_decode`) go past, and so does everybody where the one ahead must not use a group again.
+something else (`Size.wants`) go past, and so does everybody where the one ahead must not use a group again.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Protocol
 from headwater.errors import CapacityError, HeadwaterError
 from headwater.lifecycle import get_logger
 from router import metrics
-from router.pairing import Pair, Size, may_come
+from router.pairing import Alone, Pair, Size, may_come
 from router.snapshot import DecodeGroup, Loss, PrefillGroup, Snapshot
 
 log = get_logger(__name__)
 
 
 class Choose(Protocol):
-    """The pair for a request; raises HeadwaterError when there is none."""
+    """Where a request goes; raises HeadwaterError when there is none."""
 
-    def __call__(self, snapshot: Snapshot, size: Size, *, patient: bool) -> Pair: ...
+    def __call__(self, snapshot: Snapshot, size: Size, *, patient: bool) -> Pair | Alone: ...
 
 
 class Place:
@@ -49,12 +49,12 @@ class Place:
         # News known when the pair was chosen.
         self.asked_at = 0
         # Of the queue: takes the pair. Done: this request is being tried.
-        self.turn: asyncio.Future[Pair] | None = None
+        self.turn: asyncio.Future[Pair | Alone] | None = None
         # When the queue gives up, on the loop's clock; None: the request has been nowhere, or was with groups since.
         self.until: float | None = None
         self.has_waited = False
 
-    async def pair(self) -> Pair:
+    async def pair(self) -> Pair | Alone:
         """The groups to try next, as soon as there are some.
 
         Raises:
@@ -115,7 +115,7 @@ class PairQueue:
         finally:
             self.leave(place)
 
-    async def find(self, place: Place) -> Pair:
+    async def find(self, place: Place) -> Pair | Alone:
         """See `Place.pair`."""
         loop = asyncio.get_running_loop()
         if place.until is not None and loop.time() >= place.until:
@@ -153,7 +153,7 @@ class PairQueue:
         if place.until is None:
             place.until = asyncio.get_running_loop().time() + self._seconds
 
-    def _join(self, place: Place, reason: HeadwaterError | None) -> asyncio.Future[Pair]:
+    def _join(self, place: Place, reason: HeadwaterError | None) -> asyncio.Future[Pair | Alone]:
         if place not in self._waiting:
             if len(self._waiting) >= self._most and not place.has_waited:
                 raise CapacityError(
@@ -178,9 +178,9 @@ class PairQueue:
     def _look(self) -> None:
         """Sends whoever can be sent: the first of each kind at most."""
         self._looking = False
-        held_up: set[bool] = set()
+        held_up: set[tuple[bool, bool]] = set()
         for place in self._waiting:
-            kind = place.size.needs_decode
+            kind = place.size.wants
             if kind in held_up:
                 continue
             if place.turn is None or place.turn.done():
@@ -198,11 +198,11 @@ class PairQueue:
 
     def _anybody_before(self, place: Place) -> bool:
         return any(
-            other.number < place.number and not other.lost and other.size.needs_decode == place.size.needs_decode
+            other.number < place.number and not other.lost and other.size.wants == place.size.wants
             for other in self._waiting
         )
 
-    def _pair_for(self, place: Place, *, patient: bool = True) -> Pair:
+    def _pair_for(self, place: Place, *, patient: bool = True) -> Pair | Alone:
         """The groups that may take the request now, as far as is known."""
         snapshot = self._snapshot()
         out = {name for name, asked_at in place.full.items() if self._news_of.get(name, 0) <= asked_at}
@@ -211,7 +211,7 @@ class PairQueue:
         place.asked_at = self._news
         return self._choose(snapshot.without(out), place.size, patient=patient)
 
-    def _last_choice(self, place: Place) -> Pair:
+    def _last_choice(self, place: Place) -> Pair | Alone:
         """When waiting is over, a group that has failed lately is better than none."""
         try:
             return self._pair_for(place, patient=False)

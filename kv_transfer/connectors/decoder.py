@@ -1,6 +1,7 @@
 """A decoder on stock `transformers`: continues several requests at once from KV that others computed.
 
-One thread runs the model; requests join and leave between steps. This module shares no model code with
+One thread runs the model; requests join and leave between steps. A request may also bring its prompt, which is then
+computed in one piece, before the step of the others. This module shares no model code with
 `prefill_node`, so that each can be checked against the other.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -30,7 +32,8 @@ class Continuation:
     """One request being decoded. The callbacks come from the decoder's thread.
 
     Args:
-        tokens: generated so far; the first one came from prefill.
+        tokens: generated so far. The first one came from prefill; none: the prompt is to be computed here.
+        prompt: token ids, if it is.
         on_token: a new token, and why it is the last one, if it is.
         on_error: the model failed; no further call but `on_left`.
         on_left: the decoder does not touch this request, or its KV, any more.
@@ -44,6 +47,9 @@ class Continuation:
     on_token: Callable[[int, common_pb2.FinishReason.ValueType | None], None]
     on_error: Callable[[Exception], None]
     on_left: Callable[[], None]
+    prompt: Sequence[int] = ()
+    # When the prompt's computing began, in seconds of the monotonic clock.
+    begun_at: float = 0.0
 
 
 class Decoder:
@@ -144,6 +150,26 @@ class Decoder:
     @torch.inference_mode()
     def _step(self, batch: list[Continuation]) -> list[Continuation]:
         """One token for each request of `batch`. Returns those that are complete."""
+        new = [row for row in batch if not row.tokens]
+        running = [row for row in batch if row.tokens]
+        done = [row for row in new if self._compute_prompt(row)]
+        return done + (self._continue(running) if running else [])
+
+    def _compute_prompt(self, row: Continuation) -> bool:
+        """The first token of one request. Returns whether that is all."""
+        row.begun_at = time.monotonic()
+        cache = RaggedCache([Row(row.kv, 0)])
+        logits = self._model(
+            input_ids=torch.tensor([list(row.prompt)]),
+            position_ids=torch.arange(row.num_prompt_tokens).unsqueeze(0),
+            cache=cache,
+            use_cache=True,
+            ragged=cache,
+            logits_to_keep=1,
+        ).logits[0, -1]
+        return self._take(row, logits, row.num_prompt_tokens)
+
+    def _continue(self, batch: list[Continuation]) -> list[Continuation]:
         lengths = [row.num_prompt_tokens + len(row.tokens) - 1 for row in batch]
         cache = RaggedCache([Row(row.kv, length) for row, length in zip(batch, lengths, strict=True)])
         logits = self._model(
@@ -153,15 +179,16 @@ class Decoder:
             use_cache=True,
             ragged=cache,
         ).logits[:, -1]
-        done = []
-        for row, length, row_logits in zip(batch, lengths, logits, strict=True):
-            token = choose(row_logits, row.sampling, length + 1)
-            row.tokens.append(token)
-            reason = self.finish_reason(row.tokens, row.stop)
-            row.on_token(token, reason)
-            if reason is not None:
-                done.append(row)
-        return done
+        taken = zip(batch, lengths, logits, strict=True)
+        return [row for row, length, row_logits in taken if self._take(row, row_logits, length + 1)]
+
+    def _take(self, row: Continuation, logits: torch.Tensor, position: int) -> bool:
+        """The next token of a request. Returns whether it is the last."""
+        token = choose(logits, row.sampling, position)
+        row.tokens.append(token)
+        reason = self.finish_reason(row.tokens, row.stop)
+        row.on_token(token, reason)
+        return reason is not None
 
 
 def choose(logits: torch.Tensor, sampling: common_pb2.SamplingParams, position: int) -> int:

@@ -1,4 +1,4 @@
-"""The decode node: `DecodeService` over the receiver and the decoder.
+"""The decode node: `DecodeService` over the receiver and the decoder, or over the decoder alone for short prompts.
 
 Admission counts promised tokens (prompt and answer). A request's KV memory belongs to it from the grant until
 its writers have closed and the decoder has let go of it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from headwater.lifecycle import Event, get_logger
 from headwater.membership import registered
 from headwater.rpc import Server
 from headwater.stopping import Stopping
+from headwater.tokens import TOKEN_BYTES, unpack
 from headwater.v1 import common_pb2, decode_pb2, decode_pb2_grpc, router_pb2, transfer_pb2_grpc
 from kv_transfer import metrics
 from kv_transfer.connectors.decoder import Continuation, Decoder
@@ -76,6 +78,11 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
         with self._admitted(request) as capacity:
             kv = RequestKv(self._geometry, capacity)
+            if request.tokens:
+                async with contextlib.aclosing(self._answer(request, kv)) as responses:
+                    async for response in responses:
+                        yield response
+                return
             incoming = self._receiver.expect(
                 request.transfer_id,
                 request.attempt,
@@ -107,6 +114,18 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
                 kv.close()
                 if self._receiver.open_transfers == 0:
                     self._arena.check()
+
+    async def _answer(
+        self, request: decode_pb2.DecodeRequest, kv: RequestKv
+    ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+        """Prompt and answer, all here."""
+        try:
+            yield decode_pb2.DecodeResponse(admitted=decode_pb2.Admitted())
+            async with contextlib.aclosing(self._continue(request, kv, None)) as responses:
+                async for response in responses:
+                    yield response
+        finally:
+            kv.close()
 
     async def Regrant(  # noqa: N802 - gRPC's name
         self, request: decode_pb2.RegrantRequest, context: object
@@ -140,6 +159,7 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
             slots_free=self._arena.free,
             slots_held=self._arena.held,
             slots_quarantined=self._arena.quarantined,
+            prefills=True,
         )
 
     @contextlib.contextmanager
@@ -147,11 +167,16 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
         """Promises the request its tokens for as long as it lasts. Gives their number."""
         if self.draining:
             raise PeerUnavailable("the decode node is draining: it takes no new requests; use another one.")
-        check_contract(request.source, self._geometry)
+        if request.tokens:
+            self._check_prompt(request)
+        else:
+            check_contract(request.source, self._geometry)
         promised = request.num_prompt_tokens + request.stop.max_tokens
         capacity = self._section.capacity_tokens
-        if not request.num_prompt_tokens or not request.stop.max_tokens or not request.transfer_id:
-            raise InvalidRequest("transfer_id, num_prompt_tokens and stop.max_tokens must be given, and not be 0.")
+        if not request.num_prompt_tokens or not request.stop.max_tokens:
+            raise InvalidRequest("num_prompt_tokens and stop.max_tokens must be given, and not be 0.")
+        if not request.tokens and not request.transfer_id:
+            raise InvalidRequest("give a transfer_id, or the prompt's tokens.")
         if promised > capacity:
             raise InvalidRequest(
                 f"{request.num_prompt_tokens} prompt tokens and {request.stop.max_tokens} to generate are {promised}; "
@@ -173,12 +198,27 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
             if not self._active:
                 self.idle.set()
 
+    def _check_prompt(self, request: decode_pb2.DecodeRequest) -> None:
+        if len(request.tokens) != TOKEN_BYTES * request.num_prompt_tokens:
+            raise InvalidRequest(
+                f"the prompt has {len(request.tokens)} bytes, and num_prompt_tokens is {request.num_prompt_tokens}; a "
+                f"token has {TOKEN_BYTES}."
+            )
+        largest = max(unpack(request.tokens))
+        if largest >= self._geometry.vocab_size:
+            raise InvalidRequest(
+                f"token id {largest} is out of the vocabulary (0 to {self._geometry.vocab_size - 1}). "
+                "Tokenise with this model's tokenizer."
+            )
+
     async def _continue(
-        self, request: decode_pb2.DecodeRequest, kv: RequestKv, first_token: int
+        self, request: decode_pb2.DecodeRequest, kv: RequestKv, first_token: int | None
     ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
-        """The tokens after the first one, and the end."""
-        reason = self._decoder.finish_reason([first_token], request.stop)
-        num_tokens = 1
+        """The tokens after the first one, and the end. Without a first token: the prompt's computing before."""
+        begin = time.monotonic()
+        generated = [] if first_token is None else [first_token]
+        reason = self._decoder.finish_reason(generated, request.stop) if generated else None
+        num_tokens = len(generated)
         if reason is None:
             loop = asyncio.get_running_loop()
             tokens: asyncio.Queue[tuple[int, common_pb2.FinishReason.ValueType | None] | Exception] = asyncio.Queue()
@@ -193,12 +233,13 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
             continuation = Continuation(
                 kv=kv,
                 num_prompt_tokens=request.num_prompt_tokens,
-                tokens=[first_token],
+                tokens=generated,
                 sampling=request.sampling,
                 stop=request.stop,
                 on_token=lambda token, why: put((token, why)),
                 on_error=put,
                 on_left=leave,
+                prompt=unpack(request.tokens),
             )
             log.event(Event.DECODE_STARTED, request=request.request_id, transfer=request.transfer_id)
             self._decoder.add(continuation)
@@ -209,7 +250,16 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
                         raise HeadwaterError(f"decode node {self._section.name}: the model failed: {item}") from item
                     token, reason = item
                     metrics.TOKENS_DECODED.inc()
-                    yield decode_pb2.DecodeResponse(token=decode_pb2.DecodedToken(token_id=token, index=num_tokens))
+                    if num_tokens:
+                        yield decode_pb2.DecodeResponse(token=decode_pb2.DecodedToken(token_id=token, index=num_tokens))
+                    else:
+                        log.event(Event.FIRST_TOKEN_SAMPLED, request=request.request_id, token=token)
+                        computed = decode_pb2.PromptComputed(
+                            token_id=token,
+                            queue_seconds=continuation.begun_at - begin,
+                            compute_seconds=time.monotonic() - continuation.begun_at,
+                        )
+                        yield decode_pb2.DecodeResponse(prompt_computed=computed)
                     num_tokens += 1
             finally:
                 self._decoder.remove(continuation)

@@ -1,9 +1,10 @@
-"""KV of several requests at different lengths, for stock `transformers` models that decode one token each.
+"""KV of several requests at different lengths, for stock `transformers` models that decode one token each, or compute
+one request's prompt.
 
 Each request has memory of its own, exactly as long as it was promised; nothing is padded and nothing is
 masked. The model's layers run on the whole batch, and attention runs request by request.
 
-Suffixes: B requests, N query heads, H key/value heads, G = N / H, C capacity in tokens, L tokens so far,
+Suffixes: B requests, N query heads, H key/value heads, G = N / H, C capacity in tokens, L tokens so far, T new tokens,
 K key size, V value size.
 """
 
@@ -87,11 +88,13 @@ class RaggedCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Args:
-        key_states, value_states: [B, H, 1, K] and [B, H, 1, V], one new token per request.
+        key_states, value_states: [B, H, T, K] and [B, H, T, V], the new tokens of each request.
         """
+        num_new = key_states.shape[2]
         for index, row in enumerate(self.rows):
-            row.kv.keys_CHK[layer_idx][row.length] = key_states[index, :, 0]
-            row.kv.values_CHV[layer_idx][row.length] = value_states[index, :, 0]
+            new = slice(row.length, row.length + num_new)
+            row.kv.keys_CHK[layer_idx][new] = key_states[index].transpose(0, 1)
+            row.kv.values_CHV[layer_idx][new] = value_states[index].transpose(0, 1)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -115,14 +118,20 @@ def ragged_attention(
     ragged: RaggedCache,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Each request's one query over its own keys.
+    """Each request's one query over its own keys, or all queries of one prompt over its keys.
 
     Args:
-        query: [B, N, 1, K]. ragged: passed through the model's forward.
+        query: [B, N, 1, K], or [1, N, T, K] for a prompt from its first token on. ragged: passed through the model's
+            forward.
 
     Returns:
-        [B, 1, N, V] and no weights.
+        [B, T, N, V] and no weights.
     """
+    if query.shape[2] > 1:
+        output_NTV = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return output_NTV.transpose(1, 2), None
     layer: int = module.layer_idx  # type: ignore[assignment] # every attention layer of transformers has it
     outputs = []
     for index, row in enumerate(ragged.rows):

@@ -59,6 +59,9 @@ class Router(Struct, frozen=True, forbid_unknown_fields=True):
     # Of those, how many may wait for a group that can take them, for `deadlines.pair` at most; one more is refused.
     # 0: none waits, and what no group can take now fails at once.
     max_waiting: Annotated[int, Meta(ge=0)] = 1024
+    # Prompts of at most so many tokens are computed by the decode node itself, where it can: no prefill group, no
+    # transfer, but the node decodes nothing else meanwhile. 0: none.
+    local_prefill_tokens: Annotated[int, Meta(ge=0)] = 0
     # Which of the groups that fit gets a request (`router.policies`). "predicted_ttft" takes the one that by its own
     # costs has the first token soonest.
     prefill_policy: PrefillPolicy = "predicted_ttft"

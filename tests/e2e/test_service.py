@@ -8,16 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import msgspec
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from headwater.cluster import Cluster
+from headwater.cluster import Cluster, Router
 from headwater.rpc import open_channel
 from headwater.v1 import common_pb2, prefill_pb2, router_pb2, router_pb2_grpc
+from router.server import load_model, running_router
 from router.supervisor import Supervisor
 from router.ttft import PARTS
 from tests import tiny_models
 from tests.harness import (
+    Answer,
     Group,
     ask,
     ask_all,
@@ -193,6 +196,37 @@ def test_sampling_depends_on_the_seed_and_on_nothing_else(service: Service, prom
     first, again, other, another = asyncio.run(run())
     assert first == again
     assert len({tuple(first), tuple(other), tuple(another)}) == 3
+
+
+def test_a_short_prompt_is_computed_by_the_decode_node_and_gives_the_oracles_tokens(
+    service: Service, prompt: list[int]
+) -> None:
+    oracle = Oracle(model_folder())
+    sampling = common_pb2.SamplingParams(temperature=1.0, top_p=0.95, seed=7)
+
+    async def run() -> tuple[Answer, Answer, Answer, Answer]:
+        # A second router over the same groups.
+        section = Router(address="127.0.0.1:0", local_prefill_tokens=30)
+        cluster = msgspec.structs.replace(service.cluster, router=section)
+        async with running_router(cluster, load_model(cluster)) as address:
+            greedy, sampled, longer = await asyncio.gather(
+                ask(address, prompt[:30], 12),
+                ask(address, prompt[:30], 12, sampling=sampling, has_seed=True),
+                ask(address, prompt[:31], 2),
+            )
+            return greedy, sampled, longer, await ask(address, prompt[:1], 1)
+
+    greedy, sampled, longer, single = asyncio.run(run())
+    assert greedy.tokens == oracle.greedy(prompt[:30], 12)
+    assert single.tokens == oracle.greedy(prompt[:1], 1)
+    assert longer.tokens == oracle.greedy(prompt[:31], 2)
+    through_prefill = asyncio.run(ask(service.router, prompt[:30], 12, sampling=sampling, has_seed=True))
+    assert sampled.tokens == through_prefill.tokens
+    for answer in (greedy, sampled, single):
+        assert (answer.accepted.prefill_group, answer.accepted.decode_group) == ("d0", "d0")
+        assert (answer.accepted.transfer_id, answer.accepted.num_chunks) == ("", 1)
+        assert answer.finished.ttft.compute > 0
+    assert longer.accepted.prefill_group == "p0"
 
 
 def test_answers_end_at_eos_at_max_tokens_and_at_stop_strings(service: Service) -> None:

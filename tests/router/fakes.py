@@ -240,6 +240,10 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):
 
     async def run(self, request: decode_pb2.DecodeRequest) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
         """The default script: all goes well."""
+        if request.tokens:
+            for response in self.alone():
+                yield response
+            return
         yield self.grant(request)
         await self.prefill.delivered.wait()
         for response in self.after_commit():
@@ -252,11 +256,24 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):
         )
 
     def after_commit(self) -> list[decode_pb2.DecodeResponse]:
+        return [decode_pb2.DecodeResponse(committed=decode_pb2.Committed(bytes_received=1)), *self.after_first_token()]
+
+    def alone(self) -> list[decode_pb2.DecodeResponse]:
+        """Prompt and answer."""
+        computed = decode_pb2.PromptComputed(
+            token_id=self.prefill.answer[0], queue_seconds=0.001, compute_seconds=0.002
+        )
+        return [
+            decode_pb2.DecodeResponse(admitted=decode_pb2.Admitted()),
+            decode_pb2.DecodeResponse(prompt_computed=computed),
+            *self.after_first_token(),
+        ]
+
+    def after_first_token(self) -> list[decode_pb2.DecodeResponse]:
         answer = self.prefill.answer
         tokens = [decode_pb2.DecodedToken(token_id=token, index=i) for i, token in enumerate(answer) if i > 0]
         finished = decode_pb2.DecodeFinished(reason=self.reason, num_generated_tokens=len(answer))
         return [
-            decode_pb2.DecodeResponse(committed=decode_pb2.Committed(bytes_received=1)),
             *(decode_pb2.DecodeResponse(token=token) for token in tokens),
             decode_pb2.DecodeResponse(finished=finished),
         ]
@@ -328,12 +345,13 @@ def router_tasks() -> list[asyncio.Task[object]]:
     return [task for task, code in codes if code is not None and code.co_filename.startswith(package)]
 
 
-def cluster_of(prefill_address: str, decode_address: str, reply_seconds: float) -> Cluster:
+def cluster_of(prefill_address: str, decode_address: str, reply_seconds: float, router_section: str) -> Cluster:
     return parse_cluster(f"""
         [model]
         path = "unused"
         [router]
         address = "127.0.0.1:0"
+        {router_section}
         [[prefill]]
         name = "p0"
         address = "{prefill_address}"
@@ -354,6 +372,7 @@ async def rig(
     reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_LENGTH,
     prepare: Callable[[FakePrefill, FakeDecode], None] = lambda _prefill, _decode: None,
     reply_seconds: float = PATIENCE_SECONDS,
+    router_section: str = "",
 ) -> AsyncIterator[Rig]:
     """A running rig whose groups answer with `answer`; checks that the router left no task behind.
 
@@ -368,7 +387,7 @@ async def rig(
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, decode_server.grpc_server)
     await prefill_server.start()
     await decode_server.start()
-    cluster = cluster_of(prefill_server.address, decode_server.address, reply_seconds)
+    cluster = cluster_of(prefill_server.address, decode_server.address, reply_seconds, router_section)
     try:
         async with asyncio.timeout(PATIENCE_SECONDS), running_router(cluster, tiny_model()) as address:
             async with AsyncClient(address) as client:

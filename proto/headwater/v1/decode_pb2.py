@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headwater.v1 import common_pb2 as headwater_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headwater/v1/decode.proto\x12\x0cheadwater.v1\x1a\x19headwater/v1/common.proto\"\xe8\x01\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.headwater.v1.SamplingParams\x12*\n\x04stop\x18\x06 \x01(\x0b\x32\x1c.headwater.v1.StopConditions\x12&\n\x06source\x18\x07 \x01(\x0b\x32\x16.headwater.v1.Geometry\"\xfa\x01\n\x0e\x44\x65\x63odeResponse\x12$\n\x05grant\x18\x01 \x01(\x0b\x32\x13.headwater.v1.GrantH\x00\x12,\n\tcommitted\x18\x02 \x01(\x0b\x32\x17.headwater.v1.CommittedH\x00\x12+\n\x05token\x18\x03 \x01(\x0b\x32\x1a.headwater.v1.DecodedTokenH\x00\x12\x30\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1c.headwater.v1.DecodeFinishedH\x00\x12,\n\tsuspended\x18\x05 \x01(\x0b\x32\x17.headwater.v1.SuspendedH\x00\x42\x07\n\x05\x65vent\"E\n\tSuspended\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\x12\x17\n\x0fverified_tokens\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"6\n\x0eRegrantRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"5\n\x0fRegrantResponse\x12\"\n\x05grant\x18\x01 \x01(\x0b\x32\x13.headwater.v1.Grant\"=\n\tCommitted\x12\x16\n\x0e\x62ytes_received\x18\x01 \x01(\x04\x12\x18\n\x10transfer_seconds\x18\x02 \x01(\x01\"/\n\x0c\x44\x65\x63odedToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\"Z\n\x0e\x44\x65\x63odeFinished\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.headwater.v1.FinishReason\x12\x1c\n\x14num_generated_tokens\x18\x02 \x01(\r\"&\n\x12\x44rainDecodeRequest\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\"\x15\n\x13\x44rainDecodeResponse\"\x17\n\x15\x44\x65scribeDecodeRequest\"\xda\x02\n\x16\x44\x65scribeDecodeResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12(\n\x08geometry\x18\x05 \x01(\x0b\x32\x16.headwater.v1.Geometry\x12\x0e\n\x06\x65ngine\x18\x06 \x01(\t\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x07 \x01(\x04\x12\x13\n\x0b\x66ree_tokens\x18\x08 \x01(\x04\x12\x17\n\x0f\x61\x63tive_requests\x18\t \x01(\r\x12\x11\n\ttransport\x18\n \x01(\t\x12\x19\n\x11metrics_addresses\x18\x0b \x03(\t\x12\x12\n\nslots_free\x18\x0c \x01(\r\x12\x12\n\nslots_held\x18\r \x01(\r\x12\x19\n\x11slots_quarantined\x18\x0e \x01(\r\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\x32\xcf\x02\n\rDecodeService\x12\x45\n\x06\x44\x65\x63ode\x12\x1b.headwater.v1.DecodeRequest\x1a\x1c.headwater.v1.DecodeResponse0\x01\x12\x46\n\x07Regrant\x12\x1c.headwater.v1.RegrantRequest\x1a\x1d.headwater.v1.RegrantResponse\x12R\n\x0b\x44rainDecode\x12 .headwater.v1.DrainDecodeRequest\x1a!.headwater.v1.DrainDecodeResponse\x12[\n\x0e\x44\x65scribeDecode\x12#.headwater.v1.DescribeDecodeRequest\x1a$.headwater.v1.DescribeDecodeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headwater/v1/decode.proto\x12\x0cheadwater.v1\x1a\x19headwater/v1/common.proto\"\xf8\x01\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.headwater.v1.SamplingParams\x12*\n\x04stop\x18\x06 \x01(\x0b\x32\x1c.headwater.v1.StopConditions\x12&\n\x06source\x18\x07 \x01(\x0b\x32\x16.headwater.v1.Geometry\x12\x0e\n\x06tokens\x18\x08 \x01(\x0c\"\xdf\x02\n\x0e\x44\x65\x63odeResponse\x12$\n\x05grant\x18\x01 \x01(\x0b\x32\x13.headwater.v1.GrantH\x00\x12,\n\tcommitted\x18\x02 \x01(\x0b\x32\x17.headwater.v1.CommittedH\x00\x12+\n\x05token\x18\x03 \x01(\x0b\x32\x1a.headwater.v1.DecodedTokenH\x00\x12\x30\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1c.headwater.v1.DecodeFinishedH\x00\x12,\n\tsuspended\x18\x05 \x01(\x0b\x32\x17.headwater.v1.SuspendedH\x00\x12*\n\x08\x61\x64mitted\x18\x06 \x01(\x0b\x32\x16.headwater.v1.AdmittedH\x00\x12\x37\n\x0fprompt_computed\x18\x07 \x01(\x0b\x32\x1c.headwater.v1.PromptComputedH\x00\x42\x07\n\x05\x65vent\"\n\n\x08\x41\x64mitted\"R\n\x0ePromptComputed\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x15\n\rqueue_seconds\x18\x02 \x01(\x01\x12\x17\n\x0f\x63ompute_seconds\x18\x03 \x01(\x01\"E\n\tSuspended\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\x12\x17\n\x0fverified_tokens\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"6\n\x0eRegrantRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"5\n\x0fRegrantResponse\x12\"\n\x05grant\x18\x01 \x01(\x0b\x32\x13.headwater.v1.Grant\"=\n\tCommitted\x12\x16\n\x0e\x62ytes_received\x18\x01 \x01(\x04\x12\x18\n\x10transfer_seconds\x18\x02 \x01(\x01\"/\n\x0c\x44\x65\x63odedToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\"Z\n\x0e\x44\x65\x63odeFinished\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.headwater.v1.FinishReason\x12\x1c\n\x14num_generated_tokens\x18\x02 \x01(\r\"&\n\x12\x44rainDecodeRequest\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\"\x15\n\x13\x44rainDecodeResponse\"\x17\n\x15\x44\x65scribeDecodeRequest\"\xec\x02\n\x16\x44\x65scribeDecodeResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12(\n\x08geometry\x18\x05 \x01(\x0b\x32\x16.headwater.v1.Geometry\x12\x0e\n\x06\x65ngine\x18\x06 \x01(\t\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x07 \x01(\x04\x12\x13\n\x0b\x66ree_tokens\x18\x08 \x01(\x04\x12\x17\n\x0f\x61\x63tive_requests\x18\t \x01(\r\x12\x11\n\ttransport\x18\n \x01(\t\x12\x19\n\x11metrics_addresses\x18\x0b \x03(\t\x12\x12\n\nslots_free\x18\x0c \x01(\r\x12\x12\n\nslots_held\x18\r \x01(\r\x12\x19\n\x11slots_quarantined\x18\x0e \x01(\r\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\x12\x10\n\x08prefills\x18\x10 \x01(\x08\x32\xcf\x02\n\rDecodeService\x12\x45\n\x06\x44\x65\x63ode\x12\x1b.headwater.v1.DecodeRequest\x1a\x1c.headwater.v1.DecodeResponse0\x01\x12\x46\n\x07Regrant\x12\x1c.headwater.v1.RegrantRequest\x1a\x1d.headwater.v1.RegrantResponse\x12R\n\x0b\x44rainDecode\x12 .headwater.v1.DrainDecodeRequest\x1a!.headwater.v1.DrainDecodeResponse\x12[\n\x0e\x44\x65scribeDecode\x12#.headwater.v1.DescribeDecodeRequest\x1a$.headwater.v1.DescribeDecodeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,29 +33,33 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headwater.v1.decode_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DECODEREQUEST']._serialized_start=71
-  _globals['_DECODEREQUEST']._serialized_end=303
-  _globals['_DECODERESPONSE']._serialized_start=306
-  _globals['_DECODERESPONSE']._serialized_end=556
-  _globals['_SUSPENDED']._serialized_start=558
-  _globals['_SUSPENDED']._serialized_end=627
-  _globals['_REGRANTREQUEST']._serialized_start=629
-  _globals['_REGRANTREQUEST']._serialized_end=683
-  _globals['_REGRANTRESPONSE']._serialized_start=685
-  _globals['_REGRANTRESPONSE']._serialized_end=738
-  _globals['_COMMITTED']._serialized_start=740
-  _globals['_COMMITTED']._serialized_end=801
-  _globals['_DECODEDTOKEN']._serialized_start=803
-  _globals['_DECODEDTOKEN']._serialized_end=850
-  _globals['_DECODEFINISHED']._serialized_start=852
-  _globals['_DECODEFINISHED']._serialized_end=942
-  _globals['_DRAINDECODEREQUEST']._serialized_start=944
-  _globals['_DRAINDECODEREQUEST']._serialized_end=982
-  _globals['_DRAINDECODERESPONSE']._serialized_start=984
-  _globals['_DRAINDECODERESPONSE']._serialized_end=1005
-  _globals['_DESCRIBEDECODEREQUEST']._serialized_start=1007
-  _globals['_DESCRIBEDECODEREQUEST']._serialized_end=1030
-  _globals['_DESCRIBEDECODERESPONSE']._serialized_start=1033
-  _globals['_DESCRIBEDECODERESPONSE']._serialized_end=1379
-  _globals['_DECODESERVICE']._serialized_start=1382
-  _globals['_DECODESERVICE']._serialized_end=1717
+  _globals['_DECODEREQUEST']._serialized_end=319
+  _globals['_DECODERESPONSE']._serialized_start=322
+  _globals['_DECODERESPONSE']._serialized_end=673
+  _globals['_ADMITTED']._serialized_start=675
+  _globals['_ADMITTED']._serialized_end=685
+  _globals['_PROMPTCOMPUTED']._serialized_start=687
+  _globals['_PROMPTCOMPUTED']._serialized_end=769
+  _globals['_SUSPENDED']._serialized_start=771
+  _globals['_SUSPENDED']._serialized_end=840
+  _globals['_REGRANTREQUEST']._serialized_start=842
+  _globals['_REGRANTREQUEST']._serialized_end=896
+  _globals['_REGRANTRESPONSE']._serialized_start=898
+  _globals['_REGRANTRESPONSE']._serialized_end=951
+  _globals['_COMMITTED']._serialized_start=953
+  _globals['_COMMITTED']._serialized_end=1014
+  _globals['_DECODEDTOKEN']._serialized_start=1016
+  _globals['_DECODEDTOKEN']._serialized_end=1063
+  _globals['_DECODEFINISHED']._serialized_start=1065
+  _globals['_DECODEFINISHED']._serialized_end=1155
+  _globals['_DRAINDECODEREQUEST']._serialized_start=1157
+  _globals['_DRAINDECODEREQUEST']._serialized_end=1195
+  _globals['_DRAINDECODERESPONSE']._serialized_start=1197
+  _globals['_DRAINDECODERESPONSE']._serialized_end=1218
+  _globals['_DESCRIBEDECODEREQUEST']._serialized_start=1220
+  _globals['_DESCRIBEDECODEREQUEST']._serialized_end=1243
+  _globals['_DESCRIBEDECODERESPONSE']._serialized_start=1246
+  _globals['_DESCRIBEDECODERESPONSE']._serialized_end=1610
+  _globals['_DECODESERVICE']._serialized_start=1613
+  _globals['_DECODESERVICE']._serialized_end=1948
 # @@protoc_insertion_point(module_scope)

@@ -30,12 +30,17 @@ class DecodeRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     transfer_id: _builtins.str
-    """Minted by the router; a transfer id that is in use is refused."""
+    """Minted by the router; a transfer id that is in use is refused. Empty when `tokens` are given."""
     attempt: _builtins.int
     num_prompt_tokens: _builtins.int
-    """Tokens of the prompt, whose KV will arrive."""
+    """Tokens of the prompt."""
+    tokens: _builtins.bytes
+    """The prompt, for a node that computes it itself (DescribeDecodeResponse.prefills); else its KV will arrive. As in
+    PrefillRequest.
+    """
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -54,10 +59,11 @@ class DecodeRequest(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         stop: _common_pb2.StopConditions | None = ...,
         source: _common_pb2.Geometry | None = ...,
+        tokens: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "source", b"source", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "stop", b"stop", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "stop", b"stop", "tokens", b"tokens", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -72,6 +78,8 @@ class DecodeResponse(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     SUSPENDED_FIELD_NUMBER: _builtins.int
+    ADMITTED_FIELD_NUMBER: _builtins.int
+    PROMPT_COMPUTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grant(self) -> _common_pb2.Grant: ...
     @_builtins.property
@@ -82,6 +90,10 @@ class DecodeResponse(_message.Message):
     def finished(self) -> Global___DecodeFinished: ...
     @_builtins.property
     def suspended(self) -> Global___Suspended: ...
+    @_builtins.property
+    def admitted(self) -> Global___Admitted: ...
+    @_builtins.property
+    def prompt_computed(self) -> Global___PromptComputed: ...
     def __init__(
         self,
         *,
@@ -90,16 +102,62 @@ class DecodeResponse(_message.Message):
         token: Global___DecodedToken | None = ...,
         finished: Global___DecodeFinished | None = ...,
         suspended: Global___Suspended | None = ...,
+        admitted: Global___Admitted | None = ...,
+        prompt_computed: Global___PromptComputed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "event", b"event", "finished", b"finished", "grant", b"grant", "suspended", b"suspended", "token", b"token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "committed", b"committed", "event", b"event", "finished", b"finished", "grant", b"grant", "prompt_computed", b"prompt_computed", "suspended", b"suspended", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "event", b"event", "finished", b"finished", "grant", b"grant", "suspended", b"suspended", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "committed", b"committed", "event", b"event", "finished", b"finished", "grant", b"grant", "prompt_computed", b"prompt_computed", "suspended", b"suspended", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["grant", "committed", "token", "finished", "suspended"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["grant", "committed", "token", "finished", "suspended", "admitted", "prompt_computed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
+
+@_typing.final
+class Admitted(_message.Message):
+    """There is room, and the prompt will be computed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Admitted: _TypeAlias = Admitted  # noqa: Y015
+
+@_typing.final
+class PromptComputed(_message.Message):
+    """The node has computed the prompt and sampled the first token. The durations are on its clock, in seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
+    COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    queue_seconds: _builtins.float
+    compute_seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        queue_seconds: _builtins.float = ...,
+        compute_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_seconds", b"compute_seconds", "queue_seconds", b"queue_seconds", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptComputed: _TypeAlias = PromptComputed  # noqa: Y015
 
 @_typing.final
 class Suspended(_message.Message):
@@ -310,6 +368,7 @@ class DescribeDecodeResponse(_message.Message):
     SLOTS_HELD_FIELD_NUMBER: _builtins.int
     SLOTS_QUARANTINED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    PREFILLS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     epoch: _builtins.str
     serving: _builtins.bool
@@ -325,6 +384,8 @@ class DescribeDecodeResponse(_message.Message):
     slots_quarantined: _builtins.int
     draining: _builtins.bool
     """No new requests are taken; then `serving` is false."""
+    prefills: _builtins.bool
+    """DecodeRequest.tokens may be given."""
     @_builtins.property
     def geometry(self) -> _common_pb2.Geometry: ...
     @_builtins.property
@@ -347,10 +408,11 @@ class DescribeDecodeResponse(_message.Message):
         slots_held: _builtins.int = ...,
         slots_quarantined: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        prefills: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "capacity_tokens", b"capacity_tokens", "detail", b"detail", "draining", b"draining", "engine", b"engine", "epoch", b"epoch", "free_tokens", b"free_tokens", "geometry", b"geometry", "metrics_addresses", b"metrics_addresses", "name", b"name", "serving", b"serving", "slots_free", b"slots_free", "slots_held", b"slots_held", "slots_quarantined", b"slots_quarantined", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "capacity_tokens", b"capacity_tokens", "detail", b"detail", "draining", b"draining", "engine", b"engine", "epoch", b"epoch", "free_tokens", b"free_tokens", "geometry", b"geometry", "metrics_addresses", b"metrics_addresses", "name", b"name", "prefills", b"prefills", "serving", b"serving", "slots_free", b"slots_free", "slots_held", b"slots_held", "slots_quarantined", b"slots_quarantined", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -61,7 +61,8 @@ class DecodeServiceServicer(object):
 
     def Decode(self, request, context):
         """Admits one transfer and then continues it. The first message is a grant; tokens follow once the KV is
-        committed. Cancelling the stream aborts the transfer and the decoding.
+        committed. Cancelling the stream aborts the transfer and the decoding. When the request brings the prompt's tokens,
+        nothing is transferred: the first message says that it is admitted, and the node computes the prompt itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

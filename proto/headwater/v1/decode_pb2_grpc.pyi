@@ -33,7 +33,8 @@ class DecodeServiceStub:
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
     Decode: _grpc.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]
     """Admits one transfer and then continues it. The first message is a grant; tokens follow once the KV is
-    committed. Cancelling the stream aborts the transfer and the decoding.
+    committed. Cancelling the stream aborts the transfer and the decoding. When the request brings the prompt's tokens,
+    nothing is transferred: the first message says that it is admitted, and the node computes the prompt itself.
     """
     Regrant: _grpc.UnaryUnaryMultiCallable[_decode_pb2.RegrantRequest, _decode_pb2.RegrantResponse]
     """Starts the next try of a transfer whose Decode stream is open: ends the current one, keeps what has been
@@ -48,7 +49,8 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Decode: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]  # type: ignore[assignment]
     """Admits one transfer and then continues it. The first message is a grant; tokens follow once the KV is
-    committed. Cancelling the stream aborts the transfer and the decoding.
+    committed. Cancelling the stream aborts the transfer and the decoding. When the request brings the prompt's tokens,
+    nothing is transferred: the first message says that it is admitted, and the node computes the prompt itself.
     """
     Regrant: _aio.UnaryUnaryMultiCallable[_decode_pb2.RegrantRequest, _decode_pb2.RegrantResponse]  # type: ignore[assignment]
     """Starts the next try of a transfer whose Decode stream is open: ends the current one, keeps what has been
@@ -66,7 +68,8 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeResponse], _abc.AsyncIterator[_decode_pb2.DecodeResponse]]:
         """Admits one transfer and then continues it. The first message is a grant; tokens follow once the KV is
-        committed. Cancelling the stream aborts the transfer and the decoding.
+        committed. Cancelling the stream aborts the transfer and the decoding. When the request brings the prompt's tokens,
+        nothing is transferred: the first message says that it is admitted, and the node computes the prompt itself.
         """
 
     @_abc_1.abstractmethod

@@ -239,6 +239,7 @@ class Accepted(_message.Message):
     request_id: _builtins.str
     transfer_id: _builtins.str
     prefill_group: _builtins.str
+    """The decode group as well, when that computes a short prompt itself; then there is no transfer_id."""
     decode_group: _builtins.str
     num_prompt_tokens: _builtins.int
     num_chunks: _builtins.int
@@ -374,9 +375,11 @@ class TtftParts(_message.Message):
     admission: _builtins.float
     """a pair is chosen -> its decode group has granted"""
     retry: _builtins.float
-    """Spent on groups that were lost: from the choice of the first pair to the start of the attempt that gave the token."""
+    """Spent on groups that were lost or had no room: from the choice of the first pair to the start of the attempt that
+    gave the token.
+    """
     queue: _builtins.float
-    """At the leader: waiting for pages and a turn, and while the last stage computes for others."""
+    """At the leader (or the decode node that prefills): waiting for pages and a turn, and while the last stage computes for others."""
     exposed_transfer: _builtins.float
     """Prefill waits for KV to move: what earlier attempts delivered is fetched before computing can go on."""
     compute: _builtins.float

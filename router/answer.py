@@ -10,6 +10,7 @@ import asyncio
 import time
 from typing import Protocol
 
+from headwater.errors import TransferFailed
 from headwater.lifecycle import Event, Logger
 from headwater.v1 import common_pb2, prefill_pb2, router_pb2
 from router import metrics
@@ -38,7 +39,7 @@ class Answer:
         self._timeline = timeline
         self._log = log
         self.record = record
-        self._num_tokens = 0
+        self._token_ids: list[int] = []
         self._ttft = router_pb2.TtftParts()
         self._last_token_at = 0.0
         self._first_token_sent = asyncio.Event()
@@ -76,10 +77,21 @@ class Answer:
         self.is_committed = True
         self.record.committed()
 
-    async def token(self, token_id: int) -> None:
-        """Decode has produced a token. One after the stop string is not part of the answer."""
+    async def token(self, token_id: int, index: int) -> None:
+        """Decode has produced a token. One after the stop string is not part of the answer, and one that the client has
+        is not sent again: a decode group that takes over begins at index 1.
+
+        Raises:
+            TransferFailed: another token than this one was sent at that place.
+        """
         await self._first_token_sent.wait()
-        if not self._text.stopped:
+        if index < len(self._token_ids):
+            if token_id != self._token_ids[index]:
+                raise TransferFailed(
+                    f"the answer cannot go on elsewhere: its token {index} is {token_id} there, and "
+                    f"{self._token_ids[index]} was sent. Ask again; groups of one kind of machine answer alike."
+                )
+        elif not self._text.stopped:
             await self._send_token(token_id)
 
     async def finish(self, reason: common_pb2.FinishReason.ValueType) -> None:
@@ -91,7 +103,7 @@ class Answer:
         finished = router_pb2.Finished(
             reason=reason,
             num_prompt_tokens=self._job.num_tokens,
-            num_generated_tokens=self._num_tokens,
+            num_generated_tokens=len(self._token_ids),
             text=text,
             ttft=self._ttft,
             commit_after_first_token_seconds=self._timeline.commit_after_first_token,
@@ -100,14 +112,13 @@ class Answer:
         outcome = common_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
         self.record.finished(outcome)
         metrics.REQUESTS.labels(outcome).inc()
-        if self._num_tokens > 1:
+        num_tokens = len(self._token_ids)
+        if num_tokens > 1:
             first_token_at = self._timeline.received + self._ttft.total
-            metrics.TIME_PER_OUTPUT_TOKEN_SECONDS.observe(
-                (self._last_token_at - first_token_at) / (self._num_tokens - 1)
-            )
+            metrics.TIME_PER_OUTPUT_TOKEN_SECONDS.observe((self._last_token_at - first_token_at) / (num_tokens - 1))
         if self.is_committed:
             metrics.KV_EXPOSED_SECONDS.observe(self._timeline.commit_after_first_token)
-        self._log.event(Event.FINISHED, reason=outcome, num_generated_tokens=self._num_tokens)
+        self._log.event(Event.FINISHED, reason=outcome, num_generated_tokens=num_tokens)
         await self._client.send(router_pb2.GenerateResponse(finished=finished))
 
     def reason_after_one_token(self, token_id: int) -> common_pb2.FinishReason.ValueType:
@@ -117,9 +128,9 @@ class Answer:
         return common_pb2.FINISH_REASON_LENGTH
 
     async def _send_token(self, token_id: int) -> None:
-        token = router_pb2.Token(id=token_id, index=self._num_tokens, text=self._text.push(token_id))
-        self._num_tokens += 1
-        self.record.num_generated_tokens = self._num_tokens
+        token = router_pb2.Token(id=token_id, index=len(self._token_ids), text=self._text.push(token_id))
+        self._token_ids.append(token_id)
+        self.record.num_generated_tokens = len(self._token_ids)
         metrics.GENERATED_TOKENS.inc()
         await self._client.send(router_pb2.GenerateResponse(token=token))
         self._last_token_at = time.monotonic()

@@ -5,7 +5,9 @@ the rest. But when a group is lost while the KV is on its way, the other one kee
 (`deadlines.resume`), and a third may take the lost one's place as the next attempt of the transfer:
 
 - prefill lost: the decode node grants the rest, and another prefill group goes on from the last verified chunk;
-- decode lost: another decode node grants anew, and the prefill group sends from the pages that it still holds.
+- decode lost: another decode node grants anew, and the prefill group sends from the pages that it still holds. After
+  the commit that is as long as the prefill leg has not completed. The new node decodes from token 1, and what the
+  client has is not sent again: a draw depends on the seed and the token's position only.
 
 No wait here needs a deadline of its own but the grant and the end: a peer that dies silently ends
 its call by keep-alive (`headwater.rpc`), and a step or a delivery that hangs is ended by the group whose
@@ -195,7 +197,8 @@ class Legs:
                     return await self._decode(node, events)
                 except PeerError as error:
                     self._note_lost(node, error)
-                    if self._answer.is_committed or not self._prefilling:
+                    if self._answer.finished or not self._prefilling:
+                        # Nothing is left to do, or the KV exists no more.
                         raise
                     async with self._changing:
                         other = self._replacement()
@@ -347,7 +350,7 @@ class Legs:
                     self._answer.committed()
                     self._groups.succeeded(group.name)
                 case "token":
-                    await self._answer.token(event.token.token_id)
+                    await self._answer.token(event.token.token_id, event.token.index)
                 case "finished":
                     await self._finish(event.finished.reason)
         if not self._answer.finished:
@@ -372,11 +375,11 @@ class Legs:
 
 
 @contextlib.contextmanager
-def _or_raise(error: PeerError) -> Iterator[None]:
+def _or_raise(error: PeerError | CapacityError) -> Iterator[None]:
     """When the attempt to go on fails as well, what is said is why it was needed."""
     try:
         yield
-    except PeerError as second:
+    except (PeerError, CapacityError) as second:
         raise error from second
 
 

@@ -116,7 +116,7 @@ class OneLeg:
                         )
                     )
                 case "token":
-                    await self._answer.token(event.token.token_id)
+                    await self._answer.token(event.token.token_id, event.token.index)
                 case "finished":
                     await self._answer.finish(event.finished.reason)
                     self._groups.succeeded(self._group.name)

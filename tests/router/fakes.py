@@ -138,6 +138,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
         self.requests: list[prefill_pb2.PrefillRequest] = []
         # By request.
         self.traces: dict[str, prefill_pb2.TracePrefillResponse] = {}
+        self.redirects: asyncio.Queue[prefill_pb2.RedirectRequest] = asyncio.Queue()
         # The first token and the KV have left.
         self.delivered = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -153,6 +154,12 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.set()
             raise
+
+    async def Redirect(  # noqa: N802
+        self, request: prefill_pb2.RedirectRequest, context: object
+    ) -> prefill_pb2.RedirectResponse:
+        self.redirects.put_nowait(request)
+        return prefill_pb2.RedirectResponse()
 
     async def DescribePrefill(  # noqa: N802
         self, request: prefill_pb2.DescribePrefillRequest, context: object
@@ -311,11 +318,16 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def site(
-    answer: list[int], num_groups: int, router_section: str = "", *, pair_seconds: float = 0.1
+    answer: list[int],
+    num_groups: int,
+    router_section: str = "",
+    *,
+    pair_seconds: float = 0.1,
+    make_prefill: Callable[[list[int]], FakePrefill] = FakePrefill,
 ) -> AsyncIterator[Site]:
     """`num_groups` prefill groups p0, p1, … and decode groups d0, d1, …, which answer with `answer`."""
     async with contextlib.AsyncExitStack() as stack:
-        prefill = [FakePrefill(answer) for _ in range(num_groups)]
+        prefill = [make_prefill(answer) for _ in range(num_groups)]
         # Whichever prefill group has delivered.
         decode = [FakeDecode(prefill[0], common_pb2.FINISH_REASON_LENGTH) for _ in range(num_groups)]
         file = f'[model]\npath = "unused"\n[router]\naddress = "127.0.0.1:0"\n{router_section}\n'

@@ -37,6 +37,7 @@ def add_commands(subparsers: Subparsers) -> None:
     trace.add_argument("--out", type=Path, metavar="FILE", help="the trace, for Perfetto (trace-REQUEST.json)")
     trace.add_argument("--svg", type=Path, metavar="FILE", help="also draw a Gantt chart there")
     trace.add_argument("--group", metavar="NAME", help="ask this prefill group only (default: all, in their order)")
+    trace.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     trace.set_defaults(run=_trace)
 
     simulate = subparsers.add_parser("simulate", help="say what a prefill group would do with a workload")
@@ -92,7 +93,8 @@ def _trace(arguments: argparse.Namespace) -> int:
     groups = cluster.prefill if arguments.group is None else (cluster.prefill_named(arguments.group),)
     request_id: str = arguments.request
     group, response = asyncio.run(fetch_trace(request_id, groups, cluster.deadlines.reply))
-    write_trace(request_id, group, response, arguments.out or Path(default_file_name(request_id)), arguments.svg)
+    out = arguments.out or Path(default_file_name(request_id))
+    write_trace(request_id, group, response, out, arguments.svg, as_json=arguments.json)
     return 0
 
 

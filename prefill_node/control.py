@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from headwater.errors import PeerUnavailable
+from headwater.exits import Exit
 from headwater.lifecycle import get_logger
 from headwater.rpc import open_channel
 from headwater.security import credentials
@@ -24,8 +25,6 @@ from headwater.v1 import worker_pb2, worker_pb2_grpc
 from prefill_node.frames import Frames
 
 log = get_logger(__name__)
-
-LEADER_LOST_EXIT_CODE = 75
 
 
 class Control:
@@ -104,7 +103,7 @@ class Control:
             reason = f"its port for workers cannot be reached ({error})"
         if self._attached and not self._closing:
             log.error("the leader was lost; ending", leader=self._leader, reason=reason)
-            os._exit(LEADER_LOST_EXIT_CODE)
+            os._exit(Exit.LEADER_LOST)
         self._entries.put(PeerUnavailable(f"leader at {self._leader}: {reason}. Is its group running?"))
 
     async def _attach(self) -> str:

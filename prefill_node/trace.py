@@ -144,7 +144,13 @@ def default_file_name(request_id: str) -> str:
 
 
 def write_trace(
-    request_id: str, group: str, response: prefill_pb2.TracePrefillResponse, out: Path, svg: Path | None
+    request_id: str,
+    group: str,
+    response: prefill_pb2.TracePrefillResponse,
+    out: Path,
+    svg: Path | None,
+    *,
+    as_json: bool,
 ) -> None:
     """Writes the trace, and the picture if `svg` says where; then says on standard output what they show.
 
@@ -156,6 +162,11 @@ def write_trace(
     _write(out, json.dumps(chrome_trace(bars, tracks)))
     if svg is not None:
         _write(svg, gantt_svg(bars, tracks, title))
+    if as_json:
+        numbers = dataclasses.asdict(summary(request_id, response))
+        files = {"trace": str(out), "svg": None if svg is None else str(svg)}
+        sys.stdout.write(json.dumps({"request": request_id, "group": group} | files | numbers) + "\n")
+        return
     sys.stdout.write(f"{title}\n{out}: a trace; open it at https://ui.perfetto.dev\n")
     if svg is not None:
         sys.stdout.write(f"{svg}: a Gantt chart; open it in a browser\n")

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from headwater.errors import HeadwaterError
+from headwater.exits import Exit, exit_of
 from headwater.lifecycle import configure_logging, get_logger
 from headwater.v1 import worker_pb2
 from kv_transfer.geometry import Span, head_share
@@ -295,8 +296,8 @@ def run(arguments: argparse.Namespace) -> int:
         Worker(arguments.leader, arguments.rank, host, arguments.epoch).run()
     except HeadwaterError as error:
         print(f"headwater: error: {error}", file=sys.stderr)  # noqa: T201
-        return 1
-    return 0
+        return exit_of(error)
+    return Exit.DONE
 
 
 def main() -> int:

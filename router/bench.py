@@ -17,6 +17,7 @@ from rich.table import Table
 
 from headwater.client import AsyncClient, prompt_request
 from headwater.errors import HeadwaterError
+from headwater.exits import Exit
 from headwater.v1 import router_pb2
 from router.console import open_console
 from router.ttft import PARTS
@@ -82,7 +83,7 @@ async def run_bench(address: str, load: Load, *, as_json: bool) -> int:
             parts = value.items() if isinstance(value, dict) else []
             table.add_row(key, ", ".join(f"{name} {number:g}" for name, number in parts) or str(value))
         open_console().print(table)
-    return 0 if answered else 1
+    return Exit.DONE if answered else Exit.PEER
 
 
 async def _run(address: str, load: Load) -> Seen:

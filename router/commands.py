@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from headwater.client import Client, prompt_request
 from headwater.cluster import Cluster, load_cluster
 from headwater.errors import InvalidRequest
+from headwater.exits import Exit
 from headwater.lifecycle import configure_logging
 from headwater.security import use
 from headwater.v1 import router_pb2
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
 
 _ROUTER = "127.0.0.1:7000"
-# Of `headwater check`, when there are problems: as for every other error in a cluster file.
-_EXIT_PROBLEMS = 2
 
 
 def add_commands(subparsers: Subparsers) -> None:
@@ -36,10 +35,12 @@ def add_commands(subparsers: Subparsers) -> None:
     up = subparsers.add_parser("up", help="run everything that a cluster file places on this host")
     up.add_argument("cluster", type=Path, metavar="FILE", help="cluster file (TOML)")
     up.add_argument("--log-dir", type=Path, metavar="DIR", help="write NAME.log for each process there")
+    up.add_argument("--json", action="store_true", help="print what happens as JSON objects, one a line")
     up.set_defaults(run=_up)
 
     check = subparsers.add_parser("check", help="say what a cluster file means and what is wrong with it")
     check.add_argument("cluster", type=Path, metavar="FILE", help="cluster file (TOML)")
+    check.add_argument("--json", action="store_true", help="print one JSON object, problems included")
     check.set_defaults(run=_check)
 
     _add_generate(subparsers)
@@ -68,9 +69,8 @@ def _add_generate(subparsers: Subparsers) -> None:
 def _add_operations(subparsers: Subparsers) -> None:
     status = subparsers.add_parser("status", help="show the router's groups")
     _add_router(status)
-    shown = status.add_mutually_exclusive_group()
-    shown.add_argument("--json", action="store_true", help="print one JSON object")
-    shown.add_argument(
+    status.add_argument("--json", action="store_true", help="print one JSON object, or with --watch one a line")
+    status.add_argument(
         "--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="again and again, every second"
     )
     status.set_defaults(run=_status)
@@ -136,7 +136,7 @@ def _up(arguments: argparse.Namespace) -> int:
     from router.up import run_up  # noqa: PLC0415
 
     use(load_cluster(arguments.cluster).security)
-    return asyncio.run(run_up(arguments.cluster, arguments.log_dir))
+    return asyncio.run(run_up(arguments.cluster, arguments.log_dir, as_json=arguments.json))
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -146,8 +146,8 @@ def _check(arguments: argparse.Namespace) -> int:
     cluster = load_cluster(arguments.cluster)
     use(cluster.security)
     report = check_cluster(cluster)
-    show_check(report)
-    return _EXIT_PROBLEMS if report.problems else 0
+    show_check(report, as_json=arguments.json)
+    return Exit.LOCAL if report.problems else Exit.DONE
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -163,7 +163,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
     with Client(arguments.router) as client:
         if arguments.watch is not None:
-            watch_status(client.status, arguments.watch)
+            watch_status(client.status, arguments.watch, as_json=arguments.json)
         show_status(client.status(), as_json=arguments.json)
     return 0
 

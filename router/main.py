@@ -4,8 +4,7 @@ An entry point in the group `headwater.commands` is a function `add_commands(sub
 parsers, each with `set_defaults(run=…)`, where `run(args) -> int` returns the exit code and imports what it
 needs itself: `headwater --help` must stay quick.
 
-Exit codes: 0 success; 1 a peer failed or had no room; 2 the command, the cluster file or the request is
-wrong; 130 interrupted.
+Exit codes are those of `headwater.exits`. What goes wrong is one line on standard error.
 """
 
 from __future__ import annotations
@@ -14,14 +13,19 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from typing import NoReturn
 
 import argcomplete
 
-from headwater.errors import HeadwaterError, InvalidConfig, LocalError
+from headwater.errors import HeadwaterError, InvalidConfig
+from headwater.exits import MEANINGS, Exit, exit_of
 
-EXIT_PEER = 1
-EXIT_LOCAL = 2
-EXIT_INTERRUPTED = 130
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, and where to read on. argparse makes the parsers of subcommands alike."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(Exit.LOCAL, f"headwater: error: {message}; see {self.prog} --help.\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,10 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         run: Callable[[argparse.Namespace], int] = args.run
         return run(args)
     except HeadwaterError as error:
-        sys.stderr.write(f"headwater: error: {error}\n")
-        return EXIT_LOCAL if isinstance(error, LocalError) else EXIT_PEER
+        sys.stderr.write(f"headwater: error: {' '.join(str(error).split())}\n")
+        return exit_of(error)
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return Exit.INTERRUPTED
 
 
 def build_parser(commands: Sequence[EntryPoint] | None = None) -> argparse.ArgumentParser:
@@ -45,8 +49,12 @@ def build_parser(commands: Sequence[EntryPoint] | None = None) -> argparse.Argum
     Raises:
         InvalidConfig: an installed package's commands cannot be loaded, or there are none.
     """
-    parser = argparse.ArgumentParser(
-        prog="headwater", description="Prefill-only disaggregated LLM serving.", allow_abbrev=False
+    parser = _Parser(
+        prog="headwater",
+        description="Prefill-only disaggregated LLM serving.",
+        epilog="\n".join(["exit codes:", *(f"  {code:<19d} {meaning}" for code, meaning in MEANINGS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     found = sorted(entry_points(group="headwater.commands") if commands is None else commands)

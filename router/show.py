@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from google.protobuf import json_format
 from rich.live import Live
@@ -23,10 +25,11 @@ _MIB = 1024 * 1024
 def show_status(status: router_pb2.StatusResponse, *, as_json: bool) -> None:
     """The router's groups on standard output."""
     if as_json:
-        fields = json_format.MessageToDict(
-            status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        _write_json(
+            json_format.MessageToDict(
+                status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+            )
         )
-        sys.stdout.write(json.dumps(fields, ensure_ascii=False) + "\n")
         return
     console = open_console()
     console.print(status_table(status))
@@ -39,8 +42,11 @@ def url(address: str) -> str:
     return f"{'https' if credentials().ca else 'http'}://{address}"
 
 
-def watch_status(ask: Callable[[], router_pb2.StatusResponse], seconds: float) -> None:
+def watch_status(ask: Callable[[], router_pb2.StatusResponse], seconds: float, *, as_json: bool) -> None:
     """The same again and again, until it is interrupted."""
+    while as_json:
+        show_status(ask(), as_json=True)
+        time.sleep(seconds)
     with Live(status_table(ask()), console=open_console(), auto_refresh=False) as live:
         while True:
             time.sleep(seconds)
@@ -68,8 +74,13 @@ def status_table(status: router_pb2.StatusResponse) -> Table:
     return table
 
 
-def show_check(report: Report) -> None:
-    """What a cluster file means, on standard output, and what is wrong with it, on standard error."""
+def show_check(report: Report, *, as_json: bool) -> None:
+    """What a cluster file means, on standard output, and what is wrong with it, on standard error. As JSON, both on
+    standard output.
+    """
+    if as_json:
+        _write_json(dataclasses.asdict(report))
+        return
     table = Table("name", "role", "address", "here", "layout", "tokens", "KV per rank")
     for row in report.rows:
         kv = f"{row.kv_bytes_per_rank / _MIB:.0f} MiB" if row.kv_bytes_per_rank else ""
@@ -80,3 +91,8 @@ def show_check(report: Report) -> None:
         sys.stderr.write(f"note: {note}\n")
     for problem in report.problems:
         sys.stderr.write(f"problem: {problem}\n")
+
+
+def _write_json(fields: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(fields, ensure_ascii=False) + "\n")
+    sys.stdout.flush()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+import sys
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from headwater.client import AsyncClient
@@ -17,7 +19,47 @@ from router.show import url
 from router.supervisor import Supervisor
 
 
-async def run_up(path: Path, log_dir: Path | None) -> int:
+class _Teller:
+    """Says what happens: to people on standard error, or as JSON lines on standard output."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        self._console = open_console(stderr=True)
+
+    def serving(self, supervisor: Supervisor, page: str) -> None:
+        rows = []
+        for process in supervisor.placed:
+            child = supervisor.children[process.name]
+            rows.append((process.name, process.role, process.address or "", child.pid, str(child.log_file or "")))
+        if self._as_json:
+            names = ("name", "role", "address", "pid", "log")
+            processes = [dict(zip(names, row, strict=True)) for row in rows]
+            self._write({"event": "serving", "page": page, "processes": processes})
+            return
+        table = Table("process", "role", "address", "pid", "log", title="serving; Ctrl-C stops everything")
+        table.caption = f"page: {page}" if page else None
+        for row in rows:
+            table.add_row(*map(str, row))
+        self._console.print(table)
+
+    def stopping(self) -> None:
+        self._say("stopping", "stopping")
+
+    def killed(self, sentence: str) -> None:
+        self._say("killed", sentence)
+
+    def _say(self, event: str, sentence: str) -> None:
+        if self._as_json:
+            self._write({"event": event, "message": sentence})
+        else:
+            self._console.print(sentence)
+
+    def _write(self, fields: dict[str, Any]) -> None:
+        sys.stdout.write(json.dumps(fields, ensure_ascii=False) + "\n")
+        sys.stdout.flush()
+
+
+async def run_up(path: Path, log_dir: Path | None, *, as_json: bool) -> int:
     """Returns 0 after SIGINT or SIGTERM, when everything has ended.
 
     Raises:
@@ -27,13 +69,13 @@ async def run_up(path: Path, log_dir: Path | None) -> int:
     """
     cluster = load_cluster(path)
     supervisor = Supervisor.of_cluster(path, log_dir)
-    console = open_console(stderr=True)
+    teller = _Teller(as_json=as_json)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     stopping = asyncio.create_task(stop.wait())
     supervisor.start()
-    running = asyncio.create_task(_run(supervisor, cluster.deadlines.worker_start, console))
+    running = asyncio.create_task(_run(supervisor, cluster.deadlines.worker_start, teller))
     try:
         await asyncio.wait({stopping, running}, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
@@ -42,21 +84,22 @@ async def run_up(path: Path, log_dir: Path | None) -> int:
         for task in (stopping, running):
             task.cancel()
         await asyncio.gather(stopping, running, return_exceptions=True)
-        console.print("stopping")
+        teller.stopping()
         for sentence in supervisor.stop():
-            console.print(sentence)
+            teller.killed(sentence)
     return 0
 
 
-async def _run(supervisor: Supervisor, start_seconds: float, console: Console) -> None:
+async def _run(supervisor: Supervisor, start_seconds: float, teller: _Teller) -> None:
     await supervisor.ready(start_seconds)
-    table = Table("process", "role", "address", "pid", "log", title="serving; Ctrl-C stops everything")
-    for process in supervisor.placed:
-        child = supervisor.children[process.name]
-        table.add_row(process.name, process.role, process.address or "", str(child.pid), str(child.log_file or ""))
-    for router in (process for process in supervisor.placed if process.role == "router"):
-        async with AsyncClient(router.address or "") as client:
-            table.caption = f"page: {url((await client.status()).page_address)}/"
-    console.print(table)
+    teller.serving(supervisor, await _page(supervisor))
     child = await supervisor.first_exit()
     raise PeerUnavailable(await asyncio.to_thread(child.describe_exit))
+
+
+async def _page(supervisor: Supervisor) -> str:
+    """Where the router's page is; empty without a router here."""
+    for router in (process for process in supervisor.placed if process.role == "router"):
+        async with AsyncClient(router.address or "") as client:
+            return f"{url((await client.status()).page_address)}/"
+    return ""

@@ -112,8 +112,18 @@ def test_a_request_that_is_only_queued(tmp_path: Path, capsys: pytest.CaptureFix
     response = prefill_pb2.TracePrefillResponse(num_stages=2)
     assert bars_of("mine", response) == ([], ["stage 0", "stage 1"])
     assert summary("mine", response) == Summary((StageSummary(0, 0.0, None),) * 2, None)
-    write_trace("mine", "p0", response, tmp_path / "t.json", tmp_path / "t.svg")
+    write_trace("mine", "p0", response, tmp_path / "t.json", tmp_path / "t.svg", as_json=False)
     assert "transfers: none" in capsys.readouterr().out
+    write_trace("mine", "p0", response, tmp_path / "t.json", None, as_json=True)
+    stage = {"num_chunks": 0, "busy_seconds": 0.0, "bubble_share": None}
+    assert json.loads(capsys.readouterr().out) == {
+        "request": "mine",
+        "group": "p0",
+        "trace": str(tmp_path / "t.json"),
+        "svg": None,
+        "stages": [stage, stage],
+        "transfers": None,
+    }
     assert "Nothing to show" in (tmp_path / "t.svg").read_text(encoding="utf-8")
 
 
@@ -133,7 +143,7 @@ def test_file_names_keep_harmless_characters_only() -> None:
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "t.json"
     with pytest.raises(InvalidConfig, match=r"cannot write .*t\.json: No such file or directory"):
-        write_trace("mine", "p0", traced(), path, None)
+        write_trace("mine", "p0", traced(), path, None, as_json=False)
 
 
 class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from headwater.cluster import Cluster, parse_cluster
+from headwater.exits import Exit
 from router.check import check_cluster
+from router.main import main
 from tests.router.fakes import tiny_tokenizer
 
 
@@ -127,3 +129,15 @@ def test_missing_folder_and_roles(tmp_path: Path) -> None:
     assert folder.startswith("model: no model folder")
     assert "no [[prefill]] group" in prefill
     assert "no [[decode]] node" in decode
+
+
+def test_json_has_rows_notes_and_problems(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(f'[model]\npath = "{model}"\n[[prefill]]\nname = "p0"\naddress = "127.0.0.1:0"\n')
+    assert main(["check", str(path), "--json"]) == Exit.LOCAL
+    shown = capsys.readouterr()
+    report = json.loads(shown.out)
+    assert shown.err == ""
+    assert [row["name"] for row in report["rows"]] == ["router", "p0"]
+    assert any("decode" in problem for problem in report["problems"])
+    assert isinstance(report["notes"], list)

@@ -16,6 +16,7 @@ import pytest
 
 import router.main
 from headwater.errors import HeadwaterError, InvalidConfig, InvalidRequest, PeerUnavailable
+from headwater.exits import MEANINGS, Exit
 from headwater.v1 import router_pb2
 from router.commands import add_commands
 from router.generate import run_generate
@@ -50,6 +51,49 @@ def test_exit_codes(
     monkeypatch.setattr(router.main, "build_parser", lambda: parser)
     assert main([]) == code
     assert capsys.readouterr().err == line
+
+
+def test_help_and_readme_have_the_exit_codes() -> None:
+    shown = build_parser().format_help()
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    table = readme.partition("| code | meaning |\n| --- | --- |\n")[2].partition("\n\n")[0]
+    assert table.splitlines() == [f"| {code:d} | {meaning} |" for code, meaning in MEANINGS.items()]
+    assert list(MEANINGS) == list(Exit)
+    for code, meaning in MEANINGS.items():
+        assert f"  {code:<19d} {meaning}\n" in shown
+
+
+def test_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["status", "--watch", "often"])
+    assert ended.value.code == Exit.LOCAL
+    assert capsys.readouterr().err == (
+        "headwater: error: argument --watch: invalid float value: 'often'; see headwater status --help.\n"
+    )
+    parser = argparse.ArgumentParser()
+    raising(PeerUnavailable("d0 is gone:\n  connection refused"))(parser)
+    monkeypatch.setattr(router.main, "build_parser", lambda: parser)
+    assert main([]) == Exit.PEER
+    assert capsys.readouterr().err == "headwater: error: d0 is gone: connection refused\n"
+
+
+def leaves(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Every command that can be run."""
+    found: dict[str, argparse.ArgumentParser] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                found |= leaves(child)
+    return found or {parser.prog.removeprefix("headwater "): parser}
+
+
+def test_whatever_prints_for_people_takes_json() -> None:
+    commands = leaves(build_parser())
+    without = {name for name, parser in commands.items() if "--json" not in parser.format_help()}
+    servers = {"router serve", "prefill serve", "prefill worker", "decode serve"}
+    silent = {"init", "drain", "undrain", "abort", "import-model"}
+    for_programs = {"config schema", "completion"}
+    assert without == servers | silent | for_programs
 
 
 def test_plug_ins_add_commands_and_broken_ones_are_named() -> None:

@@ -176,8 +176,13 @@ def test_status_is_shown_again_and_again(capsys: pytest.CaptureFixture[str]) -> 
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        watch_status(ask, 0.001)
+        watch_status(ask, 0.001, as_json=False)
     assert "draining" in capsys.readouterr().out
+    states = iter(["serving", "draining"])
+    with pytest.raises(KeyboardInterrupt):
+        watch_status(ask, 0.001, as_json=True)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["groups"][0]["state"] for line in lines] == ["serving", "draining"]
 
 
 def test_init_writes_a_file_that_can_be_read(tmp_path: Path) -> None:

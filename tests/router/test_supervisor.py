@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import pytest
 from headwater.errors import DeadlinePassed, PeerUnavailable
 from router.placement import Placed
 from router.supervisor import Supervisor
+from router.up import run_up
 from tests.router.fakes import PATIENCE_SECONDS
 
 # Serves health on a port that its parent chose, or dies, or ignores SIGTERM, by its first argument.
@@ -143,3 +145,32 @@ signal.pause()
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
     assert psutil.wait_procs([child], timeout=PATIENCE_SECONDS)[1] == []
+
+
+def test_up_says_as_json_what_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text('[model]\npath = "unused"\n', encoding="utf-8")
+    supervisor = supervise([serving("a")], tmp_path)
+    monkeypatch.setattr(Supervisor, "of_cluster", lambda *_: supervisor)
+
+    async def run() -> str:
+        running = asyncio.ensure_future(run_up(path, tmp_path, as_json=True))
+        shown = ""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not shown and not running.done():
+                await asyncio.sleep(0.01)
+                shown = capsys.readouterr().out
+        os.kill(json.loads(shown)["processes"][0]["pid"], signal.SIGKILL)
+        with pytest.raises(PeerUnavailable, match="a "):
+            await running
+        return shown + capsys.readouterr().out
+
+    first, last = map(json.loads, asyncio.run(run()).splitlines())
+    (process,) = first.pop("processes")
+    assert first == {"event": "serving"}
+    assert process.pop("pid") > 0
+    address = supervisor.placed[0].address
+    assert process == {"name": "a", "role": "decode", "address": address, "log": str(tmp_path / "a.log")}
+    assert last == {"event": "stopping", "message": "stopping"}

@@ -88,7 +88,8 @@ def bubble(response: prefill_pb2.TracePrefillResponse) -> float:
 def real_cluster(folder: Path, model: Path, num_tokens: int) -> Path:
     ports = free_ports(4)
     pool = -(-num_tokens // 64) * 64
-    common = f'chunk_policy = "optimal"\nchunk_tokens = 1024\npool_tokens = {pool}\n'
+    # Each run asks for the same prompt.
+    common = f'chunk_policy = "optimal"\nchunk_tokens = 1024\npool_tokens = {pool}\nprefix_cache = false\n'
     groups = {"pp1": (1, [0]), "pp1b": (1, [1]), "pp2": (2, [0, 1])}
     path = folder / "cluster.toml"
     path.write_text(
@@ -158,7 +159,8 @@ def emulated_cluster(folder: Path, pp: int, tp: int, scale: float, policy: str) 
         f'[[prefill]]\nname = "p"\naddress = "127.0.0.1:{free_ports(1)[0]}"\npp = {pp}\ntp = {tp}\n'
         f'device = "emulated"\nemulated_profile = "{PROFILE}"\nemulated_time_scale = {scale}\n'
         f'chunk_policy = "{policy}"\nchunk_tokens = {chunk_tokens}\nchunk_smoothing = {smoothing}\n'
-        f"pool_tokens = {(NUM_REQUESTS + 1) * TOKENS}\nmax_running_requests = {NUM_REQUESTS + 1}\n",
+        f"pool_tokens = {(NUM_REQUESTS + 1) * TOKENS}\nmax_running_requests = {NUM_REQUESTS + 1}\n"
+        "prefix_cache = false\n",
         encoding="utf-8",
     )
     return path

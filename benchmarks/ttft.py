@@ -39,7 +39,8 @@ def cluster_file(folder: Path, model: Path, num_tokens: int, chunk_tokens: int) 
     """A router, groups PP1 and PP2 and a decode node on this machine."""
     ports = free_ports(4)
     pool = -(-num_tokens // 64) * 64
-    group = f"chunk_tokens = {chunk_tokens}\npool_tokens = {pool}"
+    # Each round asks for the same prompt.
+    group = f"chunk_tokens = {chunk_tokens}\npool_tokens = {pool}\nprefix_cache = false"
     path = folder / "cluster.toml"
     path.write_text(
         f'log_level = "warning"\n'

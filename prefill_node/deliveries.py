@@ -68,11 +68,11 @@ class Deliveries:
         self._boxes: list[tuple[worker_pb2.SentBox, float]] = []
 
     def open(self, request: worker_pb2.OpenRequest) -> None:
-        """A request begins. Without a grant there is nothing to send."""
-        share = self._shares[request.request_id] = _Share(list(request.pages))
+        """A request begins, maybe with pages that others have computed. Without a grant there is nothing to send."""
+        share = self._shares[request.request_id] = _Share(list(request.pages), computed=request.cached_tokens)
         if not request.HasField("grant"):
             return
-        if request.grant.verified_tokens:
+        if request.grant.verified_tokens > request.cached_tokens:
             share.fetching = self._spawn(self._fetch(request.request_id, share, request.grant))
         self._deliver(request.request_id, share, request.grant)
 

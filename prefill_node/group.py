@@ -152,7 +152,7 @@ class Group:
         cost = LearnedCost(section.pp)
         self.leader = Leader(
             Scheduler(
-                PagePool(config.num_pages, section.page_size),
+                PagePool(config.num_pages, section.page_size, keep_prefixes=section.prefix_cache),
                 num_stages=section.pp,
                 world_size=len(self.configs),
                 limits=limits_of(section),
@@ -345,6 +345,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             backlog_tokens=scheduler.backlog_tokens,
             backlog_seconds=backlog_seconds,
             transfer_seconds=leader.transfer_seconds,
+            prefix_cache=prefill_pb2.PrefixCache(
+                cached_tokens=pool.cached_pages * pool.page_size,
+                query_tokens=scheduler.query_tokens,
+                hit_tokens=scheduler.hit_tokens,
+            )
+            if pool.keeps_prefixes
+            else None,
         )
 
 

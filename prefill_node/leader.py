@@ -119,7 +119,8 @@ class Leader:
         metrics.RUNNING.set_function(lambda: scheduler.num_running)
         metrics.OLDEST_SECONDS.set_function(lambda: scheduler.oldest_queued_seconds)
         pool = scheduler.pool
-        metrics.PAGES.labels("free").set_function(lambda: pool.free_pages)
+        metrics.PAGES.labels("free").set_function(lambda: pool.free_pages - pool.cached_pages)
+        metrics.PAGES.labels("cached").set_function(lambda: pool.cached_pages)
         metrics.PAGES.labels("held").set_function(lambda: pool.num_pages - pool.free_pages)
 
     async def prefill(self, request: prefill_pb2.PrefillRequest) -> AsyncIterator[prefill_pb2.PrefillResponse]:
@@ -239,8 +240,12 @@ class Leader:
                 self._given[entry.stage, entry.entry.sequence] = entry.entry
                 if entry.stage == 0:
                     self._step_begun(entry.entry)
-            elif isinstance(entry.entry, worker_pb2.OpenRequest) and self.scheduler.is_fetching(entry.entry.request_id):
-                self._callers[entry.entry.request_id].fetch_at = time.monotonic()
+            elif isinstance(entry.entry, worker_pb2.OpenRequest):
+                if self.scheduler.pool.keeps_prefixes:
+                    metrics.CACHE_QUERY_TOKENS.inc(entry.entry.num_tokens)
+                    metrics.CACHE_HIT_TOKENS.inc(entry.entry.cached_tokens)
+                if self.scheduler.is_fetching(entry.entry.request_id):
+                    self._callers[entry.entry.request_id].fetch_at = time.monotonic()
 
     def _request_failed(self, failed: worker_pb2.RequestFailed) -> None:
         """A rank cannot deliver."""
@@ -378,9 +383,8 @@ class Leader:
         if not over:
             return
         self._append(over)
-        pool = self.scheduler.pool
-        if self.scheduler.num_running == 0 and pool.free_pages != pool.num_pages:
-            raise AssertionError(f"nothing runs, and {pool.free_pages} of {pool.num_pages} pages are free")
+        if self.scheduler.num_running == 0:
+            self.scheduler.pool.check_idle()
         if caller is not None:
             self._log(caller.request).event(Event.RELEASED, bytes_sent=caller.bytes_sent)
             if caller.error is None:

@@ -42,9 +42,13 @@ COST_ERROR = Histogram(
 )
 PAGES = Gauge(
     "headwater_prefill_pages",
-    "KV pages of the group: free, or held by requests.",
+    "KV pages of the group: free, held by requests, or cached: kept for later prompts until they are needed.",
     ["state"],
 )
+CACHE_QUERY_TOKENS = Counter(
+    "headwater_prefix_cache_query_tokens", "Prompt tokens of requests that were looked up in the prefix cache."
+)
+CACHE_HIT_TOKENS = Counter("headwater_prefix_cache_hit_tokens", "Of those, tokens whose KV was there.")
 QUEUE_SECONDS = Histogram("headwater_prefill_queue_seconds", "From queued to the first step.", buckets=PART_SECONDS)
 PREFILL_SECONDS = Histogram(
     "headwater_prefill_seconds", "From the first step to the first token.", buckets=REQUEST_SECONDS

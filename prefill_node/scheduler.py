@@ -10,6 +10,11 @@ workers they are for; the simulator plays the workers.
 given back only when every rank has released the request: computed, written and quiesced. Until then its KV can
 be redirected, and then every rank has to release it once more.
 
+*Prefixes.* Full pages that the last stage, and so every stage, has computed are shared with requests that begin with
+the same tokens, and kept for later ones (`pages`). What is shared is decided when a request gets its pages, and told to
+the ranks with them: computing starts after it, and each rank delivers it with what it computes. What was fetched is not
+shared, because it has been through the element type of another group; nor is what was computed on top of it.
+
 *Turns.* A step is one chunk of the request whose turn it is, joined by last chunks of others that fit. The turn goes to
 the highest priority, and there to the request with the least work left, where a second of waiting counts as a second of
 work less; but whoever has waited for `max_wait` goes before all. Pages are given out by the same rule.
@@ -83,6 +88,10 @@ class Request:
     # How many requests there were when the rest was cut.
     cut_for: int = 1
     next_token: int = 0
+    # What is shared at the beginning, and where computing starts: after that, or after what is fetched. Until the
+    # request has pages both are what they would be now.
+    cached_tokens: int = 0
+    first_token: int = 0
     # When it came, or got its latest chunk.
     served_at: float = 0.0
     fetching_ranks: set[int] = dataclasses.field(default_factory=set)
@@ -94,8 +103,8 @@ class Request:
         return len(self.tokens) // TOKEN_BYTES
 
     @property
-    def first_token(self) -> int:
-        """Where computing starts: what earlier attempts delivered is fetched."""
+    def verified_tokens(self) -> int:
+        """Of the grant: what earlier attempts have delivered; 0 without one."""
         return self.grant.verified_tokens if self.grant is not None else 0
 
     @property
@@ -159,6 +168,9 @@ class Scheduler:
         self._in_flight: collections.deque[worker_pb2.Step] = collections.deque()
         self._given = [0] * num_stages
         self._done = [0] * num_stages
+        # Tokens of the prompts that have got pages, and those of them that were shared.
+        self.query_tokens = 0
+        self.hit_tokens = 0
 
     @property
     def num_queued(self) -> int:
@@ -209,10 +221,10 @@ class Scheduler:
                 f"the prompt has {request.num_tokens} tokens; this prefill group's pool holds "
                 f"{pool.num_pages * pool.page_size}. Shorten the prompt, or raise pool_tokens."
             )
-        if request.first_token >= request.num_tokens:
+        if request.verified_tokens >= request.num_tokens:
             raise InvalidRequest(
-                f"the grant calls {request.first_token} tokens verified, and the prompt has {request.num_tokens}: at "
-                "least the last one must be computed."
+                f"the grant calls {request.verified_tokens} tokens verified, and the prompt has {request.num_tokens}: "
+                "at least the last one must be computed."
             )
         if len(self._queue) >= self.limits.max_queued:
             raise CapacityError(
@@ -220,6 +232,7 @@ class Scheduler:
             )
         if request.request_id in self._active or any(r.request_id == request.request_id for r in self._queue):
             raise DuplicateTransfer(f"request {request.request_id} is already here.")
+        self._share(request)
         # Not cut yet: that depends on who else is there when it begins.
         request.seconds_left.append(self._seconds(request.first_token, request.num_tokens - request.first_token))
         request.served_at = self._clock()
@@ -271,7 +284,13 @@ class Scheduler:
         self._done[stage] += 1
         if stage < self._num_stages - 1:
             return []
-        return list(self._in_flight.popleft().chunks)
+        chunks = list(self._in_flight.popleft().chunks)
+        for chunk in chunks:
+            request = self._active.get(chunk.request_id)
+            # Of one that was cancelled, this chunk is void on some stage, maybe.
+            if request is not None and not chunk.void and request.first_token == request.cached_tokens:
+                self.pool.computed(request.request_id, request.tokens, chunk.end)
+        return chunks
 
     def fetched(self, request_id: str, rank: int) -> None:
         """A rank has its share of what was verified. The last one makes the request run."""
@@ -329,8 +348,11 @@ class Scheduler:
 
     def _next_admission(self, now: float) -> Request | None:
         """The request that gets pages now, if any does."""
-        for request in sorted(self._queue, key=lambda waiting: self._turn(waiting, now)):
-            if self.pool.pages_for(request.num_tokens) <= self.pool.free_pages:
+        for place, request in enumerate(sorted(self._queue, key=lambda waiting: self._turn(waiting, now))):
+            if self.pool.fits(request.num_tokens):
+                return request
+            # What it would share is looked up for the first only: for all, with every plan, that would take too long.
+            if place == 0 and self.pool.fits(request.num_tokens, self._share(request)):
                 return request
             if now - request.served_at >= self.limits.max_wait_seconds:
                 # Pages that come back are kept for it.
@@ -338,11 +360,13 @@ class Scheduler:
         return None
 
     def _admit(self, request: Request) -> worker_pb2.OpenRequest:
-        pages = self.pool.take(request.request_id, request.num_tokens)
+        pages = self.pool.take(request.request_id, request.num_tokens, self._share(request))
+        self.query_tokens += request.num_tokens
+        self.hit_tokens += request.cached_tokens
         request.holding_ranks = set(range(self._world_size))
         self._active[request.request_id] = request
         request.next_token = request.first_token
-        if request.first_token:
+        if request.first_token > request.cached_tokens:
             request.state = RequestState.FETCHING
             request.fetching_ranks = set(range(self._world_size))
         else:
@@ -355,7 +379,18 @@ class Scheduler:
             pages=pages,
             sampling=request.sampling,
             grant=request.grant,
+            cached_tokens=request.cached_tokens,
         )
+
+    def _share(self, request: Request) -> list[int]:
+        """The pages that a request would share now; notes where its computing would start."""
+        pages = self.pool.find(request.tokens)
+        request.cached_tokens = len(pages) * self.pool.page_size
+        if request.cached_tokens <= request.verified_tokens:
+            # Fetching writes into the first pages, so those must be its own.
+            request.cached_tokens, pages = 0, []
+        request.first_token = request.cached_tokens or request.verified_tokens
+        return pages
 
     def _sharing(self) -> int:
         """Requests that have chunks left."""

@@ -37,6 +37,7 @@ def test_defaults() -> None:
                 max_wait=10,
                 page_size=64,
                 pool_tokens=32768,
+                prefix_cache=True,
                 max_running_requests=16,
                 max_queued_requests=256,
                 hosts=None,

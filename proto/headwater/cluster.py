@@ -96,6 +96,9 @@ class Prefill(Struct, frozen=True, forbid_unknown_fields=True):
     page_size: Positive = 64
     # Tokens whose KV fits the group's pool.
     pool_tokens: Positive = 32768
+    # Keep the KV of prompts, as long as no request needs its pages, for later prompts that begin with the same tokens;
+    # a request's first whole pages that are there are not computed again.
+    prefix_cache: bool = True
     # Requests that hold pages at the same time.
     max_running_requests: Positive = 16
     # Requests that wait for pages; one more is refused.

@@ -29,9 +29,11 @@ class Clock:
         return self.now
 
 
-def make(max_queued: int = 100, stages: int = STAGES, clock: Clock | None = None) -> Scheduler:
+def make(
+    max_queued: int = 100, stages: int = STAGES, clock: Clock | None = None, *, keep_prefixes: bool = False
+) -> Scheduler:
     return Scheduler(
-        PagePool(PAGES, PAGE),
+        PagePool(PAGES, PAGE, keep_prefixes=keep_prefixes),
         num_stages=stages,
         world_size=WORLD,
         limits=Limits(CHUNK, LOOK_AHEAD, max_running=3, max_queued=max_queued, max_wait_seconds=MAX_WAIT),
@@ -46,14 +48,22 @@ def request(name: str, num_tokens: int, grant: common_pb2.Grant | None = None, p
 
 
 class Machine(RuleBasedStateMachine):
-    """Plays the ranks: each stage applies its log in order, after the stage before, and releases what is over."""
+    """Plays the ranks: each stage applies its log in order, after the stage before, and releases what is over.
+
+    What a stage has of a token is noted in its page's slot: the prompt up to there, and who has fetched any of it.
+    """
+
+    keep_prefixes = True
 
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.scheduler = make(clock=self.clock)
+        self.scheduler = make(clock=self.clock, keep_prefixes=self.keep_prefixes)
         self.names = iter(range(10_000))
+        self.prompts: dict[str, list[int]] = {}
         self.sizes: dict[str, int] = {}
+        self.opened: dict[str, worker_pb2.OpenRequest] = {}
+        self.slots: list[dict[int, object]] = [{} for _ in range(STAGES)]
         self.alive: set[str] = set()
         # Of each stage: its log, and the number of steps that it has computed.
         self.logs: list[collections.deque[LogEntry]] = [collections.deque() for _ in range(STAGES)]
@@ -74,18 +84,23 @@ class Machine(RuleBasedStateMachine):
 
     @rule(
         num_tokens=st.integers(1, PAGES * PAGE),
-        attempt=st.integers(0, 2),
+        differs_at=st.sampled_from([0, 3, 4, 10, 16, PAGES * PAGE]),
+        attempt=st.sampled_from([0, 0, 1, 2]),
         verified=st.integers(0, PAGES * PAGE),
         priority=st.integers(0, 1),
     )
-    def submit(self, num_tokens: int, attempt: int, verified: int, priority: int) -> None:
+    def submit(self, num_tokens: int, differs_at: int, attempt: int, verified: int, priority: int) -> None:
         name = f"r{next(self.names)}"
         self.sizes[name] = num_tokens
+        # Prompts begin alike, and then some go another way.
+        self.prompts[name] = [token + 1000 * (token >= differs_at) for token in range(num_tokens)]
         self.attempts[name] = attempt
         self.verified[name] = min(verified, num_tokens - 1) if attempt > 1 else 0
         self.alive.add(name)
         grant = common_pb2.Grant(attempt=attempt, verified_tokens=self.verified[name]) if attempt else None
-        self.scheduler.submit(request(name, num_tokens, grant, priority))
+        self.scheduler.submit(
+            Request(name, pack(self.prompts[name]), common_pb2.SamplingParams(), grant, priority=priority)
+        )
 
     @rule()
     def plan(self) -> None:
@@ -107,7 +122,7 @@ class Machine(RuleBasedStateMachine):
             served_at[chunk.request_id] = self.clock.now
             if chunk.last:
                 turns.discard(chunk.request_id)
-            assert list(unpack(chunk.tokens)) == list(range(chunk.start, chunk.end))
+            assert list(unpack(chunk.tokens)) == self.prompts[chunk.request_id][chunk.start : chunk.end]
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), attempt=st.integers(1, 5))
@@ -167,7 +182,13 @@ class Machine(RuleBasedStateMachine):
             self.compute(stage, entry)
         elif isinstance(entry, worker_pb2.OpenRequest):
             self.attempts_of[stage][entry.request_id] = entry.grant.attempt
-            if self.verified[entry.request_id]:
+            self.opened[entry.request_id] = entry
+            cached = entry.cached_tokens
+            assert cached % PAGE == 0
+            assert cached < entry.num_tokens
+            assert cached == 0 or cached > self.verified[entry.request_id]
+            self.check_kv(stage, entry.request_id, cached)
+            if self.fetches(entry.request_id):
                 self.to_fetch += [(entry.request_id, rank) for rank in self.ranks(stage)]
         elif isinstance(entry, worker_pb2.AbortRequest):
             self.to_fetch = [one for one in self.to_fetch if one[0] != entry.request_id]
@@ -179,6 +200,24 @@ class Machine(RuleBasedStateMachine):
                 self.to_release += [(name, rank, entry.grant.attempt) for rank in self.ranks(stage)]
         else:
             assert entry.request_id in self.closed[stage]
+
+    def fetches(self, name: str) -> bool:
+        return self.verified[name] > self.opened[name].cached_tokens
+
+    def slot(self, name: str, place: int) -> int:
+        return self.opened[name].pages[place // PAGE] * PAGE + place % PAGE
+
+    def kv(self, name: str, place: int) -> object:
+        """What stands for the KV of a token."""
+        return tuple(self.prompts[name][: place + 1]), name if self.fetches(name) else ""
+
+    def write_kv(self, stage: int, name: str, start: int, end: int) -> None:
+        for place in range(start, end):
+            self.slots[stage][self.slot(name, place)] = self.kv(name, place)
+
+    def check_kv(self, stage: int, name: str, end: int) -> None:
+        for place in range(end):
+            assert self.slots[stage][self.slot(name, place)] == self.kv(name, place)
 
     def compute(self, stage: int, step: worker_pb2.Step) -> None:
         assert step.sequence == self.num_done[stage]
@@ -192,7 +231,11 @@ class Machine(RuleBasedStateMachine):
                 continue
             computed = self.computed[stage][name]
             assert name not in self.closed[stage]
-            assert chunk.start == (computed[-1][1] if computed else self.verified[name])
+            assert chunk.start == (
+                computed[-1][1] if computed else max(self.verified[name], self.opened[name].cached_tokens)
+            )
+            self.check_kv(stage, name, chunk.start)
+            self.write_kv(stage, name, chunk.start, chunk.end)
             # Nothing is computed on top of what is not there.
             assert not any(waiting == name for waiting, _ in self.to_fetch)
             assert chunk.last == (chunk.end == self.sizes[name])
@@ -217,8 +260,12 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.to_fetch)
     @rule(data=st.data())
     def fetched(self, data: st.DataObject) -> None:
-        index = data.draw(st.integers(0, len(self.to_fetch) - 1))
-        self.scheduler.fetched(*self.to_fetch.pop(index))
+        self.fetch_one(data.draw(st.integers(0, len(self.to_fetch) - 1)))
+
+    def fetch_one(self, index: int) -> None:
+        name, rank = self.to_fetch.pop(index)
+        self.write_kv(rank * STAGES // WORLD, name, 0, self.verified[name])
+        self.scheduler.fetched(name, rank)
 
     @precondition(lambda self: self.to_release)
     @rule(data=st.data())
@@ -227,6 +274,10 @@ class Machine(RuleBasedStateMachine):
         self.release_one(*self.to_release.pop(index))
 
     def release_one(self, name: str, rank: int, attempt: int) -> None:
+        # Until now it was delivered from these pages.
+        stage = rank * STAGES // WORLD
+        computed = self.computed[stage][name]
+        self.check_kv(stage, name, computed[-1][1] if computed else self.opened[name].cached_tokens)
         over = self.scheduler.released(name, rank, attempt)
         for entry in over:
             self.append(entry)
@@ -247,22 +298,31 @@ class Machine(RuleBasedStateMachine):
             for stage in range(STAGES):
                 self.apply(stage, 1000)
             while self.to_fetch:
-                self.scheduler.fetched(*self.to_fetch.pop())
+                self.fetch_one(-1)
             while self.to_release:
                 self.release_one(*self.to_release.pop())
             if not self.scheduler.num_running and not self.scheduler.num_queued and not any(self.logs):
                 break
         assert (self.scheduler.num_running, self.scheduler.num_queued) == (0, 0)
         assert self.scheduler.steps_in_flight == 0
-        assert self.scheduler.pool.free_pages == PAGES
+        self.scheduler.pool.check()
+        self.scheduler.pool.check_idle()
+        if not self.keep_prefixes:
+            assert self.scheduler.pool.cached_pages == self.scheduler.hit_tokens == 0
         for name, size in self.sizes.items():
             if name not in self.cancelled:
                 for computed in self.computed:
                     assert computed[name][-1][1] == size
 
 
+class MachineWithoutPrefixes(Machine):
+    keep_prefixes = False
+
+
 Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestScheduler = Machine.TestCase
+MachineWithoutPrefixes.TestCase.settings = settings(max_examples=30, stateful_step_count=50, deadline=None)
+TestSchedulerWithoutPrefixes = MachineWithoutPrefixes.TestCase
 
 
 def steps_of(entries: list[Entry], stage: int = 0) -> list[list[tuple[str, int, int]]]:

@@ -335,6 +335,7 @@ class DescribePrefillResponse(_message.Message):
     BACKLOG_SECONDS_FIELD_NUMBER: _builtins.int
     TRANSFER_SECONDS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     epoch: _builtins.str
     serving: _builtins.bool
@@ -345,6 +346,7 @@ class DescribePrefillResponse(_message.Message):
     chunk_tokens: _builtins.int
     capacity_tokens: _builtins.int
     free_tokens: _builtins.int
+    """Those included whose KV is only kept for later prompts."""
     queued_requests: _builtins.int
     running_requests: _builtins.int
     transport: _builtins.str
@@ -368,6 +370,10 @@ class DescribePrefillResponse(_message.Message):
     @_builtins.property
     def costs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.StageCost]:
         """What a chunk costs on each stage; empty before anything was measured."""
+
+    @_builtins.property
+    def prefix_cache(self) -> Global___PrefixCache:
+        """Absent: the group keeps no prefixes."""
 
     def __init__(
         self,
@@ -393,14 +399,46 @@ class DescribePrefillResponse(_message.Message):
         backlog_seconds: _builtins.float = ...,
         transfer_seconds: _builtins.float = ...,
         draining: _builtins.bool = ...,
+        prefix_cache: Global___PrefixCache | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefix_cache", b"_prefix_cache", "geometry", b"geometry", "prefix_cache", b"prefix_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_seconds", b"backlog_seconds", "backlog_tokens", b"backlog_tokens", "capacity_tokens", b"capacity_tokens", "chunk_policy", b"chunk_policy", "chunk_tokens", b"chunk_tokens", "costs", b"costs", "detail", b"detail", "draining", b"draining", "epoch", b"epoch", "free_tokens", b"free_tokens", "geometry", b"geometry", "layer_boundaries", b"layer_boundaries", "metrics_addresses", b"metrics_addresses", "name", b"name", "pp", b"pp", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "serving", b"serving", "tp", b"tp", "transfer_seconds", b"transfer_seconds", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefix_cache", b"_prefix_cache", "backlog_seconds", b"backlog_seconds", "backlog_tokens", b"backlog_tokens", "capacity_tokens", b"capacity_tokens", "chunk_policy", b"chunk_policy", "chunk_tokens", b"chunk_tokens", "costs", b"costs", "detail", b"detail", "draining", b"draining", "epoch", b"epoch", "free_tokens", b"free_tokens", "geometry", b"geometry", "layer_boundaries", b"layer_boundaries", "metrics_addresses", b"metrics_addresses", "name", b"name", "pp", b"pp", "prefix_cache", b"prefix_cache", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "serving", b"serving", "tp", b"tp", "transfer_seconds", b"transfer_seconds", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prefix_cache: _TypeAlias = _typing.Literal["prefix_cache"]  # noqa: Y015
+    _WhichOneofArgType__prefix_cache: _TypeAlias = _typing.Literal["_prefix_cache", b"_prefix_cache"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_cache) -> _WhichOneofReturnType__prefix_cache | None: ...
+
+Global___DescribePrefillResponse: _TypeAlias = DescribePrefillResponse  # noqa: Y015
+
+@_typing.final
+class PrefixCache(_message.Message):
+    """KV of earlier prompts that is kept for later ones which begin alike."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    QUERY_TOKENS_FIELD_NUMBER: _builtins.int
+    HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    cached_tokens: _builtins.int
+    """That no request holds now; a part of free_tokens."""
+    query_tokens: _builtins.int
+    """Of the prompts that were begun in this epoch: all their tokens, and those that were found."""
+    hit_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        cached_tokens: _builtins.int = ...,
+        query_tokens: _builtins.int = ...,
+        hit_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "hit_tokens", b"hit_tokens", "query_tokens", b"query_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DescribePrefillResponse: _TypeAlias = DescribePrefillResponse  # noqa: Y015
+Global___PrefixCache: _TypeAlias = PrefixCache  # noqa: Y015
 
 @_typing.final
 class TracePrefillRequest(_message.Message):

@@ -607,8 +607,14 @@ class OpenRequest(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     GRANT_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_tokens: _builtins.int
+    cached_tokens: _builtins.int
+    """The KV of so many tokens, a whole number of pages, is in the first pages already, on every rank, from requests
+    before. Those pages are only read: computing starts after them, and delivering with them. More than the grant calls
+    verified, or 0.
+    """
     @_builtins.property
     def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Page i of the request's tokens; valid on every rank."""
@@ -625,10 +631,11 @@ class OpenRequest(_message.Message):
         pages: _abc.Iterable[_builtins.int] | None = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         grant: _common_pb2.Grant | None = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_grant", b"_grant", "grant", b"grant", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grant", b"_grant", "grant", b"grant", "num_tokens", b"num_tokens", "pages", b"pages", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grant", b"_grant", "cached_tokens", b"cached_tokens", "grant", b"grant", "num_tokens", b"num_tokens", "pages", b"pages", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grant: _TypeAlias = _typing.Literal["grant"]  # noqa: Y015
     _WhichOneofArgType__grant: _TypeAlias = _typing.Literal["_grant", b"_grant"]  # noqa: Y015

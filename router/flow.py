@@ -125,7 +125,7 @@ class Flow:
         self._budget.earn()
         num_failed = 0
         size = Size(job.num_tokens, job.stop.max_tokens, is_short=job.num_tokens <= self._local_prefill_tokens)
-        with self._queue.place(size) as place:
+        with self._queue.place(size, job.blocks) as place:
             for number in itertools.count(1):
                 route = await place.pair()
                 timeline.on_paired()

@@ -38,6 +38,7 @@ tp = {tp}                          # ranks of a stage, each with a part of the h
 chunk_tokens = 512
 # chunk_policy = "optimal"      # or "dynamic", "fixed"; the first two measure the stages at the first start
 pool_tokens = 32768             # whose KV fits: the longest prompt, and all that run at once
+# prefix_cache = true           # prompts that begin alike are computed from where they differ
 # transport = "auto"            # "rdma" or "tcp"
 
 [[decode]]

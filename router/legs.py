@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Protocol
 
 from headwater.cluster import Deadlines
@@ -56,7 +56,7 @@ class Peers(Protocol):
 class Groups(Protocol):
     """What a flow needs of `router.registry.Registry`."""
 
-    def snapshot(self) -> Snapshot: ...
+    def snapshot(self, blocks: Sequence[int] = ()) -> Snapshot: ...
 
     def listen(self, listener: Callable[[str], None]) -> None: ...
 
@@ -64,7 +64,9 @@ class Groups(Protocol):
 
     def succeeded(self, name: str) -> None: ...
 
-    def dispatched(self, name: str, num_tokens: int) -> contextlib.AbstractContextManager[Callable[[], None]]: ...
+    def dispatched(
+        self, name: str, num_tokens: int, blocks: Sequence[int] = ()
+    ) -> contextlib.AbstractContextManager[Callable[[], None]]: ...
 
 
 class Legs:
@@ -266,7 +268,7 @@ class Legs:
         """The pair with the lost group replaced; None when nobody can take its place."""
         if self._attempt >= _MOST_ATTEMPTS:
             return None
-        snapshot = self._groups.snapshot()
+        snapshot = self._groups.snapshot(self._job.blocks)
 
         def remaining(group: PrefillGroup | DecodeGroup | None, now: PrefillGroup | DecodeGroup | None) -> bool:
             """Whether a group may be in the pair: the one that is still there, or any but the lost ones."""
@@ -316,7 +318,7 @@ class Legs:
         metrics.PROMPT_TOKENS.inc(self._job.num_tokens)
         completed = False
         self._answer.record.prefilling(group.name, self._request_id)
-        with self._groups.dispatched(group.name, self._job.num_tokens) as computed:
+        with self._groups.dispatched(group.name, self._job.num_tokens, self._job.blocks) as computed:
             async with self._peers.prefill(group.name, request) as events:
                 if not self._prefilling:
                     self._prefilling = True

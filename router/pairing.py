@@ -174,6 +174,7 @@ def as_prefill(group: PrefillGroup, size: Size) -> Candidate:
     said = group.description
     assert said is not None
     known = bool(said.costs)
+    saved = saved_seconds(said, size.num_prompt_tokens, group.cached_tokens) if group.cached_tokens and known else 0.0
     return Candidate(
         requests=max(said.queued_requests + said.running_requests + len(group.sent_since), len(group.sent)),
         tokens_ahead=max(int(said.backlog_tokens) + sum(group.sent_since), sum(group.sent)),
@@ -181,7 +182,9 @@ def as_prefill(group: PrefillGroup, size: Size) -> Candidate:
         seconds_ahead=said.backlog_seconds + sum(prefill_seconds(said, sent) for sent in group.sent_since)
         if known
         else None,
-        own_seconds=prefill_seconds(said, size.num_prompt_tokens) + said.transfer_seconds if known else None,
+        own_seconds=prefill_seconds(said, size.num_prompt_tokens) - saved + said.transfer_seconds if known else None,
+        cached_tokens=group.cached_tokens,
+        saved_seconds=saved,
     )
 
 
@@ -200,20 +203,11 @@ def as_decode(group: DecodeGroup) -> Candidate:
 def prefill_seconds(group: prefill_pb2.DescribePrefillResponse, num_tokens: int) -> float:
     """Predicted seconds of a prompt, alone, from its first step to its first token, cut into equal chunks.
 
-    The slowest stage computes all chunks one after the other, and the last chunk goes through the other stages. Of n
-    tokens in chunks of x, Σ(2·L·x + x²) = n².
+    The slowest stage computes all chunks one after the other, and the last chunk goes through the other stages.
     """
     count = -(-num_tokens // group.chunk_tokens)
     last_prefix = (count - 1) * group.chunk_tokens
     last = num_tokens - last_prefix
-    prefixes = group.chunk_tokens * count * (count - 1) / 2
-    whole = max(
-        cost.base * count
-        + cost.per_prefix_token * prefixes
-        + cost.per_token * num_tokens
-        + cost.per_pair * num_tokens**2
-        for cost in group.costs
-    )
     chunk = max(
         cost.base
         + cost.per_prefix_token * last_prefix
@@ -221,4 +215,23 @@ def prefill_seconds(group: prefill_pb2.DescribePrefillResponse, num_tokens: int)
         + cost.per_pair * (2 * last_prefix + last) * last
         for cost in group.costs
     )
-    return whole + (len(group.costs) - 1) * chunk
+    return _slowest_stage_seconds(group, 0, num_tokens) + (len(group.costs) - 1) * chunk
+
+
+def saved_seconds(group: prefill_pb2.DescribePrefillResponse, num_tokens: int, cached_tokens: int) -> float:
+    """How much sooner a prompt is computed whose beginning is cached: what the slowest stage does not compute."""
+    rest = _slowest_stage_seconds(group, cached_tokens, num_tokens)
+    return max(0.0, _slowest_stage_seconds(group, 0, num_tokens) - rest)
+
+
+def _slowest_stage_seconds(group: prefill_pb2.DescribePrefillResponse, start: int, end: int) -> float:
+    """For the tokens [start, end) of a prompt, in equal chunks. In chunks of x, Σ(2·L·x + x²) = end² - start²."""
+    count = -(-(end - start) // group.chunk_tokens)
+    prefixes = start * count + group.chunk_tokens * count * (count - 1) / 2
+    return max(
+        cost.base * count
+        + cost.per_prefix_token * prefixes
+        + cost.per_token * (end - start)
+        + cost.per_pair * (end**2 - start**2)
+        for cost in group.costs
+    )

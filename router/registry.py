@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from headwater.cluster import Cluster
@@ -20,6 +20,7 @@ from headwater.v1 import decode_pb2, prefill_pb2
 from router import metrics
 from router.breaker import Breaker, BreakerState
 from router.compatibility import mismatches, unpaired
+from router.prefixes import Prefixes
 from router.snapshot import Group, Snapshot, State
 
 log = get_logger(__name__)
@@ -60,6 +61,7 @@ class _Member(Generic[_Description]):
         # Tokens and time of dispatch of what is the group's to do.
         self.sent: dict[object, tuple[int, float]] = {}
         self.breaker = Breaker(clock)
+        self.prefixes = Prefixes()
         self.lease_until: float | None = None
         self.watching: asyncio.Task[None] | None = None
         # When the newest description was asked for.
@@ -86,12 +88,13 @@ class _Member(Generic[_Description]):
                 self.state = State.DRAINING
             self.detail = "" if answer.serving else answer.detail or "it gives no reason"
             if self.description is None or self.description.epoch != answer.epoch:
-                # Nothing that an earlier incarnation did counts against this one.
+                # Nothing that an earlier incarnation did counts against this one, and nothing that it had is there.
                 self.breaker = Breaker(self._clock)
+                self.prefixes = Prefixes()
             self.description, self.described_at = answer, asked_at
         return before != (self.state, self.detail, self.description.epoch if self.description else "")
 
-    def frozen(self) -> Group[_Description]:
+    def frozen(self, blocks: Sequence[int]) -> Group[_Description]:
         return Group(
             self.name,
             self.address,
@@ -103,7 +106,16 @@ class _Member(Generic[_Description]):
             self.breaker.state,
             self.breaker.admits,
             self.described_at,
+            self.prefixes.cached_tokens(blocks),
         )
+
+    def send(self, num_tokens: int, blocks: Sequence[int]) -> object:
+        """Counts a request; returns its key in `sent`."""
+        key, said = object(), self.description
+        self.sent[key] = num_tokens - self.prefixes.cached_tokens(blocks), self._clock()
+        if isinstance(said, prefill_pb2.DescribePrefillResponse) and said.HasField("prefix_cache"):
+            self.prefixes.add(blocks, said.capacity_tokens)
+        return key
 
 
 _AnyMember: TypeAlias = _Member[prefill_pb2.DescribePrefillResponse] | _Member[decode_pb2.DescribeDecodeResponse]
@@ -230,11 +242,11 @@ class Registry:
     def _members(self) -> list[_AnyMember]:
         return [*self._prefill.values(), *self._decode.values()]
 
-    def snapshot(self) -> Snapshot:
-        """What is known now."""
+    def snapshot(self, blocks: Sequence[int] = ()) -> Snapshot:
+        """What is known now, for a prompt with these blocks (`router.prefixes`)."""
         return Snapshot(
-            tuple(member.frozen() for member in self._prefill.values()),
-            tuple(member.frozen() for member in self._decode.values()),
+            tuple(member.frozen(blocks) for member in self._prefill.values()),
+            tuple(member.frozen(()) for member in self._decode.values()),
             self._tokenizer_fingerprint,
         )
 
@@ -263,8 +275,11 @@ class Registry:
                 self._tell(name)
 
     @contextlib.contextmanager
-    def dispatched(self, name: str, num_tokens: int) -> Iterator[Callable[[], None]]:
+    def dispatched(self, name: str, num_tokens: int, blocks: Sequence[int] = ()) -> Iterator[Callable[[], None]]:
         """Counts a request's tokens as the group's load while the context lasts, from before the group reports them.
+
+        Args:
+            blocks: of the prompt (`router.prefixes`), for a group that computes it.
 
         Yields:
             What ends that earlier.
@@ -276,8 +291,7 @@ class Registry:
         if member is None:
             raise PeerUnavailable(f"{name} has let its lease end.")
         member.breaker.begin()
-        sent, key = member.sent, object()
-        sent[key] = num_tokens, self._clock()
+        sent, key = member.sent, member.send(num_tokens, blocks)
         taken = True
         try:
             yield lambda: sent.pop(key, None) and None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from headwater.errors import InvalidRequest
 from headwater.tokens import TOKEN_BYTES, pack
 from headwater.v1 import common_pb2, router_pb2
+from router.prefixes import blocks_of
 from router.text import Text
 
 # A longer text is tokenised in a thread, because it would hold up everybody's tokens.
@@ -42,6 +43,8 @@ class Job:
     sampling: common_pb2.SamplingParams
     stop: common_pb2.StopConditions
     priority: int
+    # What the prompt begins with, for whoever knows where it is cached (`router.prefixes`).
+    blocks: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -67,7 +70,8 @@ async def prepare(request: router_pb2.GenerateRequest, request_id: str, model: S
         eos_token_ids=() if request.ignore_eos else model.eos_token_ids,
         stop=request.stop,
     )
-    return Job(request_id, pack(token_ids), sampling, stop, request.priority)
+    tokens = pack(token_ids)
+    return Job(request_id, tokens, sampling, stop, request.priority, blocks_of(tokens))
 
 
 def _check_max_tokens(max_tokens: int, model: ServedModel) -> None:

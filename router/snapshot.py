@@ -33,8 +33,8 @@ class Group(Generic[_Description]):
     detail: str
     # The last answer, kept while the group is unreachable; None until it has answered once. Never modified.
     description: _Description | None
-    # Tokens of each request that this router has sent and that still is the group's to do: prompts until their first
-    # token is sampled; prompts and answers until the decode leg ends.
+    # Tokens of each request that this router has sent and that still is the group's to do: prompts, without what is
+    # cached of them, until their first token is sampled; prompts and answers until the decode leg ends.
     sent: tuple[int, ...] = ()
     # Of those, the ones that the description cannot count yet.
     sent_since: tuple[int, ...] = ()
@@ -43,6 +43,8 @@ class Group(Generic[_Description]):
     admits: bool = True
     # When the description was asked for, in seconds of the registry's clock.
     described_at: float = 0.0
+    # Of the prompt that the snapshot is for: how much of its beginning need not be computed there (`router.prefixes`).
+    cached_tokens: int = 0
 
     def __str__(self) -> str:
         return f"{self.name} at {self.address}"

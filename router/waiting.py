@@ -15,7 +15,7 @@ import bisect
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from headwater.errors import CapacityError, HeadwaterError
@@ -36,11 +36,12 @@ class Choose(Protocol):
 class Place:
     """One request's way to a pair. Made by `PairQueue.place`."""
 
-    def __init__(self, queue: PairQueue, number: int, size: Size) -> None:
+    def __init__(self, queue: PairQueue, number: int, size: Size, blocks: Sequence[int]) -> None:
         self._queue = queue
         # Places are served in the order of these.
         self.number = number
         self.size = size
+        self.blocks = blocks
         # Why the last try did not work.
         self.failure: HeadwaterError | None = None
         # Groups that had no room, and the news that were known when they were asked.
@@ -83,11 +84,14 @@ class PairQueue:
     """The queue of one router.
 
     Args:
+        snapshot: for a prompt with these blocks (`router.prefixes`).
         most: places; 0: nobody waits.
         seconds: `deadlines.pair`.
     """
 
-    def __init__(self, snapshot: Callable[[], Snapshot], choose: Choose, most: int, seconds: float) -> None:
+    def __init__(
+        self, snapshot: Callable[[Sequence[int]], Snapshot], choose: Choose, most: int, seconds: float
+    ) -> None:
         self._snapshot = snapshot
         self._choose = choose
         self._most = most
@@ -107,9 +111,9 @@ class PairQueue:
         self._look_soon()
 
     @contextlib.contextmanager
-    def place(self, size: Size) -> Iterator[Place]:
+    def place(self, size: Size, blocks: Sequence[int]) -> Iterator[Place]:
         """A request's place, which is given up when the context ends."""
-        place = Place(self, next(self._numbers), size)
+        place = Place(self, next(self._numbers), size, blocks)
         try:
             yield place
         finally:
@@ -204,7 +208,7 @@ class PairQueue:
 
     def _pair_for(self, place: Place, *, patient: bool = True) -> Pair | Alone:
         """The groups that may take the request now, as far as is known."""
-        snapshot = self._snapshot()
+        snapshot = self._snapshot(place.blocks)
         out = {name for name, asked_at in place.full.items() if self._news_of.get(name, 0) <= asked_at}
         if place.lost:
             out |= {group.name for group in snapshot.groups if _is_lost(group, place)}
@@ -227,7 +231,7 @@ class PairQueue:
         return waited
 
     def _may_come(self, place: Place) -> bool:
-        snapshot = self._snapshot()
+        snapshot = self._snapshot(place.blocks)
         # A group that failed the request, and was heard of since as the same incarnation and serves, stays out.
         out = {
             group.name

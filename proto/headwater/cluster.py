@@ -30,7 +30,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = typing.get_args(Dtype)
 Transport = Literal["auto", "tcp", "rdma"]
 DecodePolicy = Literal["round_robin", "least_loaded", "power_of_two"]
-PrefillPolicy = Literal["round_robin", "least_loaded", "power_of_two", "predicted_ttft"]
+PrefillPolicy = Literal["round_robin", "least_loaded", "power_of_two", "predicted_ttft", "prefix_affinity"]
 _Section = typing.TypeVar("_Section", "Prefill", "Decode")
 
 
@@ -63,7 +63,7 @@ class Router(Struct, frozen=True, forbid_unknown_fields=True):
     # transfer, but the node decodes nothing else meanwhile. 0: none.
     local_prefill_tokens: Annotated[int, Meta(ge=0)] = 0
     # Which of the groups that fit gets a request (`router.policies`). "predicted_ttft" takes the one that by its own
-    # costs has the first token soonest.
+    # costs has the first token soonest; "prefix_affinity" prefers those that have the prompt's beginning still more.
     prefill_policy: PrefillPolicy = "predicted_ttft"
     decode_policy: DecodePolicy = "least_loaded"
 

@@ -21,6 +21,8 @@ class Candidate:
         seconds_ahead: predicted time until it has computed what it has, by its own costs; None: not known.
         own_seconds: predicted time of this prompt there, from its first step to its first token, and until the KV of
             its last chunk has arrived; None: not known.
+        cached_tokens: of this prompt's beginning, which need not be computed there, as far as this router knows.
+        saved_seconds: how much longer `own_seconds` would be without them; 0 where that is not known.
     """
 
     requests: int
@@ -28,6 +30,8 @@ class Candidate:
     free_tokens: int
     seconds_ahead: float | None = None
     own_seconds: float | None = None
+    cached_tokens: int = 0
+    saved_seconds: float = 0.0
 
 
 # Which of the candidates (at least one), by its place; the second argument counts the router's requests.

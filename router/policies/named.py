@@ -7,6 +7,7 @@ from router.policies import (
     least_loaded,
     power_of_two,
     predicted_ttft,
+    prefix_affinity,
     round_robin,
 )
 
@@ -15,4 +16,5 @@ POLICIES: dict[str, Policy] = {
     "least_loaded": least_loaded.choose,
     "power_of_two": power_of_two.choose,
     "predicted_ttft": predicted_ttft.choose,
+    "prefix_affinity": prefix_affinity.choose,
 }

@@ -1,8 +1,8 @@
 """The least predicted time to the first token: what the group has to do before, and then this prompt and its transfer.
 
 Predicted by each group's own costs (t = c + γ·L + β·x + α·(2·L·x + x²), refined while it serves), so groups of
-different layouts and machines are told apart. When one of the candidates has measured nothing yet, the least loaded is
-taken.
+different layouts and machines are told apart, and so is one that has the prompt's beginning in its cache. When one of
+the candidates has measured nothing yet, the least loaded is taken.
 """
 
 from __future__ import annotations

@@ -134,6 +134,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
             capacity_tokens=capacity_tokens,
             free_tokens=capacity_tokens,
             transport="memory",
+            prefix_cache=prefill_pb2.PrefixCache(),
         )
         self.requests: list[prefill_pb2.PrefillRequest] = []
         # By request.

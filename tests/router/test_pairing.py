@@ -9,7 +9,7 @@ import pytest
 from headwater.errors import GeometryMismatch, InvalidRequest, PeerUnavailable
 from headwater.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.compatibility import mismatches, unpaired
-from router.pairing import Policies, Size, as_decode, as_prefill, choose_pair, prefill_seconds
+from router.pairing import Policies, Size, as_decode, as_prefill, choose_pair, prefill_seconds, saved_seconds
 from router.policies.named import POLICIES
 from router.snapshot import DecodeGroup, PrefillGroup, Snapshot, State
 from tests.router.fakes import tiny_geometry
@@ -147,6 +147,27 @@ def test_predicted_seconds_are_those_of_the_chunks(num_tokens: int) -> None:
         stages.append(chunks)
     expected = max(sum(chunks) for chunks in stages) + max(chunks[-1] for chunks in stages)
     assert prefill_seconds(group, num_tokens) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("num_tokens", "cached"), [(100, 0), (100, 8), (100, 64), (100, 99), (9, 3), (513, 256)])
+def test_what_is_saved_is_what_the_slowest_stage_does_not_compute(num_tokens: int, cached: int) -> None:
+    fast = common_pb2.StageCost(base=0.25, per_prefix_token=0.001, per_token=0.05, per_pair=0.002)
+    slow = common_pb2.StageCost(base=0.5, per_prefix_token=0.002, per_token=0.1, per_pair=0.004)
+    group = prefill_pb2.DescribePrefillResponse(chunk_tokens=8, costs=[fast, slow, fast])
+
+    def computing(start: int) -> float:
+        chunks = [(at, min(8, num_tokens - at)) for at in range(start, num_tokens, 8)]
+        return sum(
+            slow.base + slow.per_prefix_token * at + slow.per_token * count + slow.per_pair * (2 * at + count) * count
+            for at, count in chunks
+        )
+
+    saved = saved_seconds(group, num_tokens, cached)
+    assert saved == pytest.approx(computing(0) - computing(cached))
+    prompt = dataclasses.replace(prefill("p0"), description=group, cached_tokens=cached)
+    known = as_prefill(prompt, Size(num_tokens, 5))
+    assert (known.cached_tokens, known.saved_seconds) == (cached, saved)
+    assert known.own_seconds == pytest.approx(prefill_seconds(group, num_tokens) - saved)
 
 
 def test_predicted_ttft_takes_the_faster_group_until_its_queue_is_longer() -> None:

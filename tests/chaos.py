@@ -201,7 +201,8 @@ def run(folder: Path, seconds: float, seed: int, troubles: list[str] | None = No
     """Chaos over 2 prefill groups (PP2 and TP2) and 2 decode nodes of a tiny model. Ends with the leak check."""
     model = tiny_models.make("llama", folder / "model")
     path = folder / "cluster.toml"
-    groups = [Group("p0", 2, 1, OPTIONS), Group("p1", 1, 2, OPTIONS)]
+    # The prompts come again and again: one group has most of them in its cache, the other one computes each.
+    groups = [Group("p0", 2, 1, OPTIONS), Group("p1", 1, 2, (*OPTIONS, ("prefix_cache", False)))]
     write_cluster(path, model, groups, num_decode=2)
     path.write_text(path.read_text(encoding="utf-8") + DEADLINES, encoding="utf-8")
     cluster = load_cluster(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from headwater.v1 import prefill_pb2
 from tests import answers, tiny_models
 from tests.e2e.landing import landed_kv
-from tests.harness import Group, assert_balanced, model_folder, processes, write_cluster
+from tests.harness import Group, ask, assert_balanced, events, model_folder, prefill_stub, processes, write_cluster
 from tests.oracle import Oracle, prompts
 
 PAGE_SIZE, CHUNK_TOKENS = 16, 64
+# Where two prompts part: whole pages, and no whole chunks.
+BRANCH = 400
 # Of the keys and values, in float32.
 TOLERANCE = 1e-4
 # Relative error (Frobenius norm) of a layer's keys or values in bfloat16 against float32: measured
@@ -60,15 +64,54 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[answers.Site]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def branch(oracle: Oracle, case: answers.Case) -> answers.Case:
+    """A prompt that begins as the longest one does."""
+    return answers.Case.of(oracle, [[*case.prompts[-1][:BRANCH], *case.prompts[-2][:120]]])
+
+
+def check_prefixes(site: answers.Site, name: str, case: answers.Case, branch: answers.Case) -> None:
+    """The longest prompt twice, and one that begins like it: only what follows the known pages is computed, and answers
+    and delivered KV are those of the whole prompt.
+    """
+    prompt, expected = case.prompts[-1], case.expected[-1]
+    known = (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE
+    asyncio.run(ask(site.cluster.router.address, prompt, 1))
+    before = asyncio.run(cache_of(site, name))
+    for tokens, answer, start in ((prompt, expected, known), (branch.prompts[0], branch.expected[0], BRANCH)):
+        got = asyncio.run(ask(site.cluster.router.address, tokens, answers.NUM_TOKENS))
+        assert got.tokens == answer
+        request, transfer = got.accepted.request_id, got.accepted.transfer_id
+        chunks = [
+            entry["tokens"]
+            for entry in events(site.log_dir / f"{name}.log", event="chunk_started", request=request, rank=0)
+        ]
+        cuts = [*range(start, len(tokens), CHUNK_TOKENS), len(tokens)]
+        assert chunks == [list(chunk) for chunk in itertools.pairwise(cuts)]
+        (committed,) = events(site.log_dir / "d0.log", event="committed", transfer=transfer)
+        assert committed["num_bytes"] == len(tokens) * 30 * 3 * 2 * 64 * 4
+    asyncio.run(assert_balanced(site.cluster, [name]))
+    after = asyncio.run(cache_of(site, name))
+    assert after.query_tokens - before.query_tokens == len(prompt) + len(branch.prompts[0])
+    assert after.hit_tokens - before.hit_tokens == known + BRANCH
+
+
+async def cache_of(site: answers.Site, name: str) -> prefill_pb2.PrefixCache:
+    async with prefill_stub(site.cluster.prefill_named(name).address) as stub:
+        return (await stub.DescribePrefill(prefill_pb2.DescribePrefillRequest())).prefix_cache
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("pp", "tp"), answers.SUITE_LAYOUTS)
 def test_smollm2_gives_the_oracles_tokens_and_kv(
-    site: answers.Site, oracle: Oracle, case: answers.Case, pp: int, tp: int
+    site: answers.Site, oracle: Oracle, case: answers.Case, branch: answers.Case, pp: int, tp: int
 ) -> None:
     with site.group(pp, tp) as name:
         assert parameters_held(site, name) == SMOLLM2_PARAMETERS + replicated(pp, tp)
         # Every length on half of the layouts at least, to stay within the suite's time.
         assert site.wrong_answers(case.part(pp % 2, 2) if tp == 3 else case) == []
+        check_prefixes(site, name, case, branch)
+        # Most of this comes from pages that were computed for others.
         prompt = case.prompts[-1][:200]
         landed = asyncio.run(landed_kv(site.cluster, name, prompt))
     assert landed.first_token == oracle.greedy(prompt, 1)[0]

@@ -31,10 +31,11 @@ NUM_REQUESTS = 500
 
 
 async def one(
-    stub: prefill_pb2_grpc.PrefillServiceAsyncStub, name: str, num_tokens: int, patience: float | None
+    stub: prefill_pb2_grpc.PrefillServiceAsyncStub, number: int, num_tokens: int, patience: float | None
 ) -> str:
-    """How one request ended; one that has patience is cancelled when it is used up."""
-    request = prefill_pb2.PrefillRequest(request_id=name, tokens=pack([2] * num_tokens), sampling=GREEDY)
+    """How one request ended; one that has patience is cancelled when it is used up. No two begin alike."""
+    tokens = pack([2 + number] * num_tokens)
+    request = prefill_pb2.PrefillRequest(request_id=f"r{number}", tokens=tokens, sampling=GREEDY)
     call = stub.Prefill(request)
     chunks: list[int] = []
     tokens: list[int] = []
@@ -69,7 +70,7 @@ async def storm(cluster: Cluster) -> Counter[str]:
             await asyncio.sleep(draw.uniform(0, 15))
             num_tokens = draw.choice([100, 1000, 5000, 30_000])
             patience = draw.uniform(0.01, 1.5) if number % 2 else None
-            return await one(stub, f"r{number}", num_tokens, patience)
+            return await one(stub, number, num_tokens, patience)
 
         return Counter(await asyncio.gather(*(later(number) for number in range(NUM_REQUESTS))))
 

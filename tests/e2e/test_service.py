@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,9 +65,13 @@ def service(running: Service) -> Iterator[Service]:
     asyncio.run(assert_balanced(running.cluster, ["p0"]))
 
 
-@pytest.fixture(scope="module")
+_first_tokens = itertools.count(1000)
+
+
+@pytest.fixture
 def prompt() -> list[int]:
-    return prompts(model_folder(), [640])[0]
+    """Of each test its own, so that nothing of it is cached."""
+    return [next(_first_tokens), *prompts(model_folder(), [639])[0]]
 
 
 def test_the_first_receipt_is_there_long_before_the_last_chunk_starts(service: Service, prompt: list[int]) -> None:

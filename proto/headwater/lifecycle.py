@@ -1,6 +1,7 @@
 """Lifecycle events and structured logs.
 
-One enum of events feeds logs, spans and metrics. Every process writes lines to standard error, as JSON or for people.
+One enum of events feeds logs, spans and metrics: an event is logged, and added to the OpenTelemetry span that is
+current, if there is one. Every process writes lines to standard error, as JSON or for people.
 In JSON `time` is Unix seconds; `monotonic` is the host's CLOCK_MONOTONIC in seconds, the same for all processes of one
 host, so events of different processes on one host can be ordered. `node` and `rank` name the process; `request` and
 `transfer` name the work.
@@ -14,6 +15,8 @@ import logging
 import sys
 import time
 from typing import Any
+
+from opentelemetry import trace
 
 _FIELDS = "headwater_fields"
 
@@ -61,6 +64,10 @@ class Logger:
     def event(self, event: Event, **fields: Any) -> None:
         """One lifecycle event."""
         self._emit(logging.INFO, event.value, {"event": event.value} | fields)
+        span = trace.get_current_span()
+        if span.is_recording():
+            known = {f"headwater.{name}": value for name, value in fields.items() if value is not None}
+            span.add_event(event.value, known)
 
     def debug(self, message: str, **fields: Any) -> None:
         self._emit(logging.DEBUG, message, fields)

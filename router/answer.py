@@ -13,7 +13,7 @@ from typing import Protocol
 from headwater.errors import TransferFailed
 from headwater.lifecycle import Event, Logger
 from headwater.v1 import common_pb2, prefill_pb2, router_pb2
-from router import metrics
+from router import metrics, spans
 from router.history import Record
 from router.request import Job
 from router.text_stream import TextStream
@@ -70,12 +70,14 @@ class Answer:
         self._first_token_sent.set()
         self._log.event(Event.FIRST_TOKEN_SENT, token=sampled.token_id)
         metrics.observe_ttft(self._ttft)
+        spans.first_token_sent(self._ttft)
 
     def committed(self) -> None:
         """The decode group has all KV."""
         self._timeline.committed = time.monotonic()
         self.is_committed = True
         self.record.committed()
+        self._log.event(Event.COMMITTED)
 
     async def token(self, token_id: int, index: int) -> None:
         """Decode has produced a token. One after the stop string is not part of the answer, and one that the client has
@@ -118,6 +120,7 @@ class Answer:
             metrics.TIME_PER_OUTPUT_TOKEN_SECONDS.observe((self._last_token_at - first_token_at) / (num_tokens - 1))
         if self.is_committed:
             metrics.KV_EXPOSED_SECONDS.observe(self._timeline.commit_after_first_token)
+        spans.finished(outcome, num_tokens)
         self._log.event(Event.FINISHED, reason=outcome, num_generated_tokens=num_tokens)
         await self._client.send(router_pb2.GenerateResponse(finished=finished))
 

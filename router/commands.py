@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headwater import tracing
 from headwater.client import Client, prompt_request
 from headwater.cluster import Cluster, load_cluster
 from headwater.errors import InvalidRequest
@@ -129,7 +130,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     cluster = load_cluster(arguments.cluster)
     use(cluster.security)
     configure_logging(cluster.router.name, cluster.log_level, form=cluster.log_format)
-    return asyncio.run(serve(cluster))
+    with tracing.exporting("router", cluster.router.name):
+        return asyncio.run(serve(cluster))
 
 
 def _up(arguments: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from headwater.cluster import Deadlines
 from headwater.errors import CapacityError, HeadwaterError, PeerError
 from headwater.lifecycle import Event, Logger, get_logger
 from headwater.v1 import router_pb2
-from router import metrics
+from router import metrics, spans
 from router.answer import Answer, ClientStream
 from router.history import History
 from router.legs import Groups, Legs, Peers
@@ -93,14 +93,19 @@ class Flow:
         """
         timeline = Timeline(received=time.monotonic())
         log = _log.bind(request=request_id)
-        log.event(Event.RECEIVED)
         answer: Answer | None = None
         ended = "ok"
-        with metrics.IN_FLIGHT.track_inprogress(), self._history.follow(request_id) as record:
+        with (
+            metrics.IN_FLIGHT.track_inprogress(),
+            self._history.follow(request_id) as record,
+            spans.generate(request, request_id),
+        ):
+            log.event(Event.RECEIVED)
             try:
                 job = await prepare(request, request_id, self._model)
                 record.tokenized(job.num_tokens)
                 log.event(Event.TOKENIZED, num_prompt_tokens=job.num_tokens)
+                spans.tokenized(job.num_tokens)
                 stream = TextStream(self._model.text.tokenizer, job.stop.stop)
                 answer = Answer(client, job, stream, timeline, log, record)
                 await self._try(job, answer, timeline, log)

@@ -305,6 +305,8 @@ class Legs:
     def _admitted(self) -> None:
         self._timeline.on_admitted()
         self._on_admitted()
+        if self._pair.decode is not None:
+            self._log.event(Event.ADMITTED)
 
     async def _prefill(self, group: PrefillGroup, grant: common_pb2.Grant | None) -> None:
         """One group's prefill. Without a grant it gives the whole answer, one token."""

@@ -90,6 +90,7 @@ class OneLeg:
             raise PeerUnavailable(f"decode {self._group} neither admitted nor refused the request; see its log.")
         self._timeline.on_admitted()
         self._on_admitted()
+        self._log.event(Event.ADMITTED)
         name = self._group.name
         await self._answer.accept(
             router_pb2.Accepted(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import grpc
 import grpc.aio
+from opentelemetry.trace import Span
 
+from headwater import tracing
 from headwater.cluster import Cluster
 from headwater.errors import DeadlinePassed, HeadwaterError, InvalidRequest, from_rpc_error
 from headwater.rpc import open_channel
 from headwater.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from router import spans
 
 
 class Peers:
@@ -75,13 +78,27 @@ class Peers:
 
         Iterating raises the peer's HeadwaterError.
         """
-        return contextlib.aclosing(_responses(self._prefill[name].Prefill(request), self._where[name]))
+        grant = request.grant
+        return self._leg("prefill", name, self._prefill[name].Prefill, request, grant.transfer_id, grant.attempt)
 
     def decode(
         self, name: str, request: decode_pb2.DecodeRequest
     ) -> contextlib.AbstractAsyncContextManager[AsyncIterator[decode_pb2.DecodeResponse]]:
         """The decode leg's responses; as `prefill`."""
-        return contextlib.aclosing(_responses(self._decode[name].Decode(request), self._where[name]))
+        return self._leg("decode", name, self._decode[name].Decode, request, request.transfer_id, request.attempt)
+
+    @contextlib.asynccontextmanager
+    async def _leg(
+        self, leg: str, name: str, method: Callable[..., Any], request: Any, transfer_id: str, attempt: int
+    ) -> AsyncGenerator[AsyncIterator[Any], None]:
+        """One call, over which the group has the context of its span."""
+        with spans.leg(leg, name, request.request_id, transfer_id, attempt) as span:
+            call = method(request, metadata=tracing.metadata(span))
+            try:
+                async with contextlib.aclosing(_responses(call, self._where[name], span)) as responses:
+                    yield responses
+            finally:
+                call.cancel()
 
     async def regrant(self, name: str, request: decode_pb2.RegrantRequest) -> common_pb2.Grant:
         """Raises PeerError when the node does not begin the attempt."""
@@ -141,11 +158,12 @@ class Peers:
         return from_rpc_error(error, self._where[name])
 
 
-async def _responses(call: Any, peer: str) -> AsyncGenerator[Any, None]:
+async def _responses(call: Any, peer: str, span: Span) -> AsyncGenerator[Any, None]:
     try:
         async for response in call:
             yield response
     except grpc.RpcError as error:
-        raise from_rpc_error(error, peer) from error
-    finally:
-        call.cancel()
+        raised = from_rpc_error(error, peer)
+        # Another group may take over, and then the call's end raises nothing.
+        tracing.failed(span, raised)
+        raise raised from error

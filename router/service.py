@@ -6,7 +6,11 @@ import asyncio
 import dataclasses
 import uuid
 from collections.abc import AsyncIterator
+from typing import Any
 
+import grpc.aio
+
+from headwater import tracing
 from headwater.errors import CapacityError, InvalidRequest, PeerUnavailable, RequestCancelled
 from headwater.v1 import router_pb2, router_pb2_grpc
 from router.flow import Flow
@@ -103,7 +107,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._cancelled: set[asyncio.Task[None]] = set()
 
     async def Generate(  # noqa: N802 - gRPC's name
-        self, request: router_pb2.GenerateRequest, context: object
+        self, request: router_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
         if self._draining:
             raise PeerUnavailable("the router is draining: it takes no new requests; use another one.")
@@ -113,7 +117,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             )
         outbox = _Outbox()
         request_id = request.request_id or uuid.uuid4().hex
-        flow = asyncio.create_task(self._flow.run(request, request_id, outbox))
+        with tracing.within(tracing.caller(context)):
+            flow = asyncio.create_task(self._flow.run(request, request_id, outbox))
         self._running[flow] = request_id
         flow.add_done_callback(self._running.pop)
         flow.add_done_callback(lambda _: outbox.close())

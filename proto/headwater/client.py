@@ -19,6 +19,7 @@ from typing import Self
 
 import grpc
 
+from headwater import tracing
 from headwater.cluster import Deadlines
 from headwater.errors import from_rpc_error
 from headwater.rpc import authorization, open_blocking_channel, open_channel
@@ -121,7 +122,7 @@ class Client:
 
     def generate(self, request: router_pb2.GenerateRequest) -> Generator[router_pb2.GenerateResponse, None, None]:
         """The answer's events as they come."""
-        call = self._stub.Generate(request, metadata=self._metadata)
+        call = self._stub.Generate(request, metadata=(*self._metadata, *tracing.metadata()))
         try:
             yield from call
         except grpc.RpcError as error:
@@ -177,7 +178,7 @@ class AsyncClient:
 
     async def generate(self, request: router_pb2.GenerateRequest) -> AsyncGenerator[router_pb2.GenerateResponse, None]:
         """The answer's events as they come."""
-        call = self._stub.Generate(request, metadata=self._metadata)
+        call = self._stub.Generate(request, metadata=(*self._metadata, *tracing.metadata()))
         try:
             async for response in call:
                 yield response

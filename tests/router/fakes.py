@@ -8,7 +8,9 @@ import dataclasses
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import tokenizers
 import tokenizers.decoders
 import tokenizers.models
@@ -140,14 +142,17 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
         # By request.
         self.traces: dict[str, prefill_pb2.TracePrefillResponse] = {}
         self.redirects: asyncio.Queue[prefill_pb2.RedirectRequest] = asyncio.Queue()
+        # Of each request.
+        self.traceparents: list[str | bytes | None] = []
         # The first token and the KV have left.
         self.delivered = asyncio.Event()
         self.cancelled = asyncio.Event()
 
     async def Prefill(  # noqa: N802 - gRPC's name
-        self, request: prefill_pb2.PrefillRequest, context: object
+        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         self.requests.append(request)
+        self.traceparents.append(dict(context.invocation_metadata() or ()).get("traceparent"))
         try:
             async with contextlib.aclosing(self.script(request)) as responses:
                 async for response in responses:
@@ -221,12 +226,14 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):
             transport="memory",
         )
         self.requests: list[decode_pb2.DecodeRequest] = []
+        self.traceparents: list[str | bytes | None] = []
         self.cancelled = asyncio.Event()
 
     async def Decode(  # noqa: N802
-        self, request: decode_pb2.DecodeRequest, context: object
+        self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
         self.requests.append(request)
+        self.traceparents.append(dict(context.invocation_metadata() or ()).get("traceparent"))
         try:
             async with contextlib.aclosing(self.script(request)) as responses:
                 async for response in responses:

@@ -12,6 +12,9 @@ import dataclasses
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from opentelemetry.context import Context
+
+from headwater import tracing
 from headwater.errors import HeadwaterError
 from headwater.lifecycle import Event, get_logger
 from headwater.v1 import common_pb2, worker_pb2
@@ -31,6 +34,8 @@ class _Share:
     """What this rank has of one request."""
 
     pages: list[int]
+    # Of the request's trace.
+    context: Context
     # Of the grant; 0 without one.
     attempt: int = 0
     # Tokens whose KV is in the pages: [0, computed).
@@ -69,7 +74,9 @@ class Deliveries:
 
     def open(self, request: worker_pb2.OpenRequest) -> None:
         """A request begins, maybe with pages that others have computed. Without a grant there is nothing to send."""
-        share = self._shares[request.request_id] = _Share(list(request.pages), computed=request.cached_tokens)
+        share = self._shares[request.request_id] = _Share(
+            list(request.pages), tracing.carried(request.trace_context), computed=request.cached_tokens
+        )
         if not request.HasField("grant"):
             return
         if request.grant.verified_tokens > request.cached_tokens:
@@ -108,13 +115,14 @@ class Deliveries:
 
     def _deliver(self, request_id: str, share: _Share, grant: common_pb2.Grant) -> None:
         attempt = share.attempt = grant.attempt
-        outgoing = self._sender.open(
-            grant,
-            share.pages,
-            lambda error: self._failed(request_id, attempt, error),
-            request_id,
-            lambda box, num_bytes, seconds: self._sent(request_id, box, num_bytes, seconds),
-        )
+        with tracing.within(share.context):
+            outgoing = self._sender.open(
+                grant,
+                share.pages,
+                lambda error: self._failed(request_id, attempt, error),
+                request_id,
+                lambda box, num_bytes, seconds: self._sent(request_id, box, num_bytes, seconds),
+            )
         share.outgoing.append(outgoing)
         if share.computed > grant.verified_tokens:
             outgoing.send(Span(grant.verified_tokens, share.computed))

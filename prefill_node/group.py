@@ -11,6 +11,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
+
+from headwater import tracing
 from headwater.cluster import Cluster, Prefill
 from headwater.errors import HeadwaterError, InvalidRequest, PeerUnavailable, UnsupportedModel
 from headwater.lifecycle import get_logger
@@ -40,6 +43,7 @@ from prefill_node.profiling import (
     saved_at,
 )
 from prefill_node.scheduler import Limits, Scheduler
+from prefill_node.spans import traced_prefill
 
 log = get_logger(__name__)
 
@@ -281,11 +285,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._metrics = metrics_address
 
     def Prefill(  # noqa: N802 - gRPC's name
-        self, request: prefill_pb2.PrefillRequest, context: object
+        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         if self._group.draining:
             raise PeerUnavailable("the prefill group is draining: it takes no new requests; use another one.")
-        return self._group.leader.prefill(request)
+        return traced_prefill(self._group.leader, request, tracing.caller(context))
 
     async def DrainPrefill(  # noqa: N802 - gRPC's name
         self, request: prefill_pb2.DrainPrefillRequest, context: object

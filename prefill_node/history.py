@@ -81,6 +81,22 @@ class History:
                     others += seconds
         return own, others
 
+    def queued_at(self, request_id: str) -> float | None:
+        """When a request came; None when it is not known (any more)."""
+        record = self._running.get(request_id) or self._ended.get(request_id)
+        return None if record is None else record.queued_at
+
+    def chunks(self, request_id: str, queued_at: float) -> list[tuple[StageRun, int, int]]:
+        """A request's chunks on all stages, as they ended: each with the run that it was part of, its first token and
+        its end.
+        """
+        found = []
+        for run in reversed(self._runs):
+            if run.end < queued_at:
+                break
+            found += [(run, start, end) for owner, start, end in run.chunks if owner == request_id]
+        return found[::-1]
+
     def sent(self, sent: Sent) -> None:
         record = self._running.get(sent.kv.request_id) or self._ended.get(sent.kv.request_id)
         if record is not None and len(record.sent) < _MAX_SENT:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import numpy as np
 
@@ -123,8 +123,13 @@ class Leader:
         metrics.PAGES.labels("cached").set_function(lambda: pool.cached_pages)
         metrics.PAGES.labels("held").set_function(lambda: pool.num_pages - pool.free_pages)
 
-    async def prefill(self, request: prefill_pb2.PrefillRequest) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+    async def prefill(
+        self, request: prefill_pb2.PrefillRequest, trace_context: Mapping[str, str]
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """Runs one request. Leaving the iterator early cancels it.
+
+        Args:
+            trace_context: as in OpenRequest.
 
         Raises:
             InvalidRequest, CapacityError, DuplicateTransfer: refused; nothing was started.
@@ -138,6 +143,7 @@ class Leader:
             sampling=request.sampling,
             grant=request.grant if request.HasField("grant") else None,
             priority=request.priority,
+            trace_context=trace_context,
         )
         try:
             self.scheduler.submit(accepted)

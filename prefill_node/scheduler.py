@@ -30,7 +30,7 @@ import collections
 import dataclasses
 import enum
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from headwater.errors import CapacityError, DuplicateTransfer, InvalidRequest, StalePeer
 from headwater.tokens import TOKEN_BYTES
@@ -77,6 +77,8 @@ class Request:
     sampling: common_pb2.SamplingParams
     grant: common_pb2.Grant | None
     priority: int = 0
+    # As in OpenRequest.
+    trace_context: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # ---
     state: RequestState = RequestState.QUEUED
     # Where the chunks that are not planned yet end, and what they and those after them take in seconds.
@@ -380,6 +382,7 @@ class Scheduler:
             sampling=request.sampling,
             grant=request.grant,
             cached_tokens=request.cached_tokens,
+            trace_context=request.trace_context,
         )
 
     def _share(self, request: Request) -> list[int]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from headwater import tracing
 from headwater.errors import HeadwaterError
 from headwater.exits import Exit, exit_of
 from headwater.lifecycle import configure_logging, get_logger
@@ -57,7 +58,9 @@ class Worker:
     def run(self) -> None:
         """Returns after an orderly shutdown."""
         try:
-            self._serve(self._control.next().config)
+            config = self._control.next().config
+            with tracing.exporting("worker", config.group, self._rank):
+                self._serve(config)
         except HeadwaterError as error:
             log.warning("the worker failed", error=str(error))
             self._fail(str(error))

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 import grpc.aio
 import numpy as np
+from opentelemetry import trace
 
+from headwater import tracing
 from headwater.errors import DeadlinePassed, HeadwaterError, StalePeer, TransferFailed, from_rpc_error
 from headwater.lifecycle import Event, Logger
 from headwater.rpc import open_channel
@@ -103,10 +105,25 @@ class Delivery:
 
     async def run(self) -> Delivered:
         """From open to closed, and until nothing reads this rank's pages for it any more, which may be later."""
+        attributes = tracing.rpc("TransferService/Deliver") | {
+            "server.address": self._target.transfer_address,
+            "headwater.transfer.id": self._key.transfer_id,
+            "headwater.attempt": self._key.attempt,
+            "headwater.rank": self._sender.rank,
+        }
+        with tracing.span("deliver", attributes, kind=trace.SpanKind.CLIENT) as span:
+            delivered = await self._deliver(span)
+            span.set_attribute("headwater.bytes", delivered.num_bytes)
+            span.set_attribute("headwater.boxes", delivered.num_receipts)
+            span.set_attribute("headwater.state", self._session.state.value)
+            return delivered
+
+    async def _deliver(self, span: trace.Span) -> Delivered:
         error: HeadwaterError | None
         try:
             async with open_channel(self._target.transfer_address) as channel:
-                error = await self._converse(transfer_pb2_grpc.TransferServiceStub(channel).Deliver())
+                stub = transfer_pb2_grpc.TransferServiceStub(channel)
+                error = await self._converse(stub.Deliver(metadata=tracing.metadata(span)))
         except grpc.RpcError as broken:
             error = from_rpc_error(broken, self._peer)
         except HeadwaterError as raised:
@@ -115,8 +132,10 @@ class Delivery:
             self._session.on(SenderEvent.DELIVERED)
         elif self._aborted.is_set():
             self._session.on(SenderEvent.ABORT)
+            tracing.cancelled(span)
         else:
             self._session.on(SenderEvent.FAIL)
+            tracing.failed(span, error)
             self._log.event(Event.FAILED, error=str(error))
             self._on_failure(error)
         metrics.DELIVERIES.labels(self._session.state.value).inc()

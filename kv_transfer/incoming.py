@@ -14,6 +14,11 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Protocol, runtime_checkable
 
+from opentelemetry import context as contexts
+from opentelemetry import trace
+from opentelemetry.context import Context
+
+from headwater import tracing
 from headwater.errors import DeadlinePassed, HeadwaterError, StalePeer, TransferFailed
 from headwater.lifecycle import Event, Logger, get_logger
 from kv_transfer import memory, metrics
@@ -167,6 +172,9 @@ class Incoming:
         self._first_token: int | None = None
         self._first_receipt: float | None = None
         self._num_bytes = 0
+        # Of whoever expects the transfer, and the spans of its writers.
+        self._context = contexts.get_current()
+        self._links: list[trace.Link] = []
 
     @property
     def log(self) -> Logger:
@@ -315,6 +323,12 @@ class Incoming:
             self._quiet.set()
         self._tell_if_over()
 
+    def link(self, context: Context) -> None:
+        """A writer's span is in `context`."""
+        span = trace.get_current_span(context).get_span_context()
+        if span.is_valid:
+            self._links.append(trace.Link(span))
+
     def landing(self, attempt: Attempt, box: Box) -> None:
         """`box` is about to be verified and put in place. `landed` or `not_landed` must follow.
 
@@ -372,6 +386,7 @@ class Incoming:
         metrics.TRANSFERS.labels(ReceiverState.COMMITTED.value).inc()
         metrics.TRANSFER_SECONDS.observe(seconds)
         metrics.TRANSFER_BYTES.observe(self._num_bytes)
+        self._trace(None)
 
     def _failed(self, error: HeadwaterError) -> None:
         self.log.event(Event.FAILED, error=str(error))
@@ -379,9 +394,33 @@ class Incoming:
 
     def _end(self, reason: str, error: HeadwaterError) -> None:
         metrics.TRANSFERS.labels(self.session.state.value).inc()
+        self._trace(error)
         self._stop(self.attempt, reason)
         self._committed.set_exception(error)
         self._tell_if_over()
+
+    def _trace(self, error: HeadwaterError | None) -> None:
+        """The transfer has ended: its span is from the first receipt on."""
+        aborted = self.session.state is ReceiverState.ABORTED
+        if aborted and self._first_receipt is None:
+            return
+        now = time.monotonic()
+        attributes: tracing.Attributes = {
+            "headwater.transfer.id": self.transfer_id,
+            "headwater.attempt": self.attempt.number,
+            "headwater.bytes": self._num_bytes,
+            "headwater.state": self.session.state.value,
+        }
+        tracing.record(
+            "receive",
+            attributes,
+            self._first_receipt or now,
+            now,
+            parent=self._context,
+            links=self._links,
+            error=None if aborted else error,
+            was_cancelled=aborted,
+        )
 
     @staticmethod
     def _stop(attempt: Attempt, reason: str) -> None:

@@ -19,6 +19,10 @@ from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc.aio
+from opentelemetry.context import Context
+
+from headwater import tracing
 from headwater.errors import (
     DeadlinePassed,
     DuplicateTransfer,
@@ -110,7 +114,8 @@ class Receiver:
     def expect(
         self, transfer_id: str, attempt: int, num_tokens: int, destination: Destination, *, source_dtype: str = ""
     ) -> Incoming:
-        """Permission for one transfer of `num_tokens` tokens into `destination`; see `grant`.
+        """Permission for one transfer of `num_tokens` tokens into `destination`; see `grant`. Its span is part of the
+        current trace.
 
         Args:
             source_dtype: element type of the writers' KV; empty: as the destination's.
@@ -206,9 +211,13 @@ class Receiver:
         self.pool.shutdown(wait=True)
 
     async def deliver(
-        self, requests: AsyncIterator[transfer_pb2.DeliverRequest]
+        self, requests: AsyncIterator[transfer_pb2.DeliverRequest], context: Context
     ) -> AsyncIterator[transfer_pb2.DeliverResponse]:
-        """One writer's delivery, from open to close."""
+        """One writer's delivery, from open to close.
+
+        Args:
+            context: of the writer's span.
+        """
         first = await self._first(requests)
         if not first.HasField("open"):
             raise StalePeer("a delivery must begin with `open`.")
@@ -217,6 +226,7 @@ class Receiver:
         region = self._regions.get(incoming.transfer_id) if opening.direct else None
         if opening.direct and region is None:
             raise StalePeer(f"transfer {incoming.transfer_id}: its memory may not be written to page to page.")
+        incoming.link(context)
         reception = Reception(self, incoming, attempt, opening, region)
         async with contextlib.aclosing(reception.serve(requests)) as responses:
             async for response in responses:
@@ -334,9 +344,11 @@ class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
         self._receiver = receiver
 
     def Deliver(  # noqa: N802 - gRPC's name
-        self, request_iterator: AsyncIterator[transfer_pb2.DeliverRequest], context: object
+        self,
+        request_iterator: AsyncIterator[transfer_pb2.DeliverRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[transfer_pb2.DeliverResponse]:
-        return self._receiver.deliver(request_iterator)
+        return self._receiver.deliver(request_iterator, tracing.caller(context))
 
     def Fetch(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[transfer_pb2.FetchRequest], context: object

@@ -7,6 +7,7 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headwater import tracing
 from headwater.cluster import DTYPES, load_cluster
 from headwater.lifecycle import configure_logging
 from headwater.security import use
@@ -33,4 +34,5 @@ def _serve(arguments: argparse.Namespace) -> int:
     cluster = load_cluster(arguments.cluster, arguments.dtype)
     use(cluster.security)
     configure_logging(arguments.name, cluster.log_level, form=cluster.log_format)
-    return asyncio.run(serve(cluster, arguments.name))
+    with tracing.exporting("decode", arguments.name):
+        return asyncio.run(serve(cluster, arguments.name))

@@ -12,7 +12,13 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
+from opentelemetry.context import Context
+from opentelemetry.trace import SpanKind
+
+from headwater import tracing
 from headwater.cluster import Cluster, Deadlines, Decode
 from headwater.errors import CapacityError, HeadwaterError, InvalidRequest, PeerUnavailable
 from headwater.lifecycle import Event, get_logger
@@ -74,22 +80,24 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
         metrics.DECODE_ACTIVE.set_function(lambda: self._active)
 
     async def Decode(  # noqa: N802 - gRPC's name
-        self, request: decode_pb2.DecodeRequest, context: object
+        self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        parent = tracing.caller(context)
         with self._admitted(request) as capacity:
             kv = RequestKv(self._geometry, capacity)
             if request.tokens:
-                async with contextlib.aclosing(self._answer(request, kv)) as responses:
+                async with contextlib.aclosing(self._answer(request, kv, parent)) as responses:
                     async for response in responses:
                         yield response
                 return
-            incoming = self._receiver.expect(
-                request.transfer_id,
-                request.attempt,
-                request.num_prompt_tokens,
-                kv,
-                source_dtype=request.source.dtype,
-            )
+            with tracing.within(parent):
+                incoming = self._receiver.expect(
+                    request.transfer_id,
+                    request.attempt,
+                    request.num_prompt_tokens,
+                    kv,
+                    source_dtype=request.source.dtype,
+                )
             try:
                 yield decode_pb2.DecodeResponse(grant=self._receiver.grant(incoming))
                 delivery: Delivery | None = None
@@ -105,7 +113,8 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
                 assert delivery is not None
                 committed = decode_pb2.Committed(bytes_received=delivery.num_bytes, transfer_seconds=delivery.seconds)
                 yield decode_pb2.DecodeResponse(committed=committed)
-                async with contextlib.aclosing(self._continue(request, kv, delivery.first_token)) as responses:
+                answer = self._traced(request, kv, delivery.first_token, parent)
+                async with contextlib.aclosing(answer) as responses:
                     async for response in responses:
                         yield response
             finally:
@@ -116,12 +125,12 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
                     self._arena.check()
 
     async def _answer(
-        self, request: decode_pb2.DecodeRequest, kv: RequestKv
+        self, request: decode_pb2.DecodeRequest, kv: RequestKv, parent: Context
     ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
         """Prompt and answer, all here."""
         try:
             yield decode_pb2.DecodeResponse(admitted=decode_pb2.Admitted())
-            async with contextlib.aclosing(self._continue(request, kv, None)) as responses:
+            async with contextlib.aclosing(self._traced(request, kv, None, parent)) as responses:
                 async for response in responses:
                     yield response
         finally:
@@ -210,6 +219,22 @@ class DecodeNode(decode_pb2_grpc.DecodeServiceServicer):
                 f"token id {largest} is out of the vocabulary (0 to {self._geometry.vocab_size - 1}). "
                 "Tokenise with this model's tokenizer."
             )
+
+    async def _traced(
+        self, request: decode_pb2.DecodeRequest, kv: RequestKv, first_token: int | None, parent: Context
+    ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+        """`_continue` under a span of its own."""
+        attributes = tracing.rpc("DecodeService/Decode") | {
+            "gen_ai.usage.input_tokens": request.num_prompt_tokens,
+            "headwater.request.id": request.request_id,
+            "headwater.transfer.id": request.transfer_id,
+        }
+        with tracing.span("decode", attributes, kind=SpanKind.SERVER, parent=parent) as span:
+            async with contextlib.aclosing(self._continue(request, kv, first_token)) as responses:
+                async for response in responses:
+                    if response.HasField("finished"):
+                        span.set_attribute("gen_ai.usage.output_tokens", response.finished.num_generated_tokens)
+                    yield response
 
     async def _continue(
         self, request: decode_pb2.DecodeRequest, kv: RequestKv, first_token: int | None

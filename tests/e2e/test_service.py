@@ -20,6 +20,7 @@ from router.server import load_model, running_router
 from router.supervisor import Supervisor
 from router.ttft import PARTS
 from tests import tiny_models
+from tests.collector import CollectedSpan, Collector, collector
 from tests.harness import (
     Answer,
     Group,
@@ -43,11 +44,12 @@ VOCABULARY = 49152
 class Service:
     """A running cluster whose every test ends balanced."""
 
-    def __init__(self, cluster: Cluster, logs: Path, supervisor: Supervisor) -> None:
+    def __init__(self, cluster: Cluster, logs: Path, supervisor: Supervisor, collected: Collector) -> None:
         self.cluster = cluster
         self.router = cluster.router.address
         self.logs = logs
         self.supervisor = supervisor
+        self.collected = collected
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +57,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("service")
     path = folder / "cluster.toml"
     cluster = write_cluster(path, model_folder(), [Group("p0", 2, 1, OPTIONS)])
-    with processes(cluster, path, ["p0", "d0", "router"], folder) as supervisor:
-        yield Service(cluster, folder, supervisor)
+    with collector() as collected, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collected.endpoint)
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+        with processes(cluster, path, ["p0", "d0", "router"], folder) as supervisor:
+            yield Service(cluster, folder, supervisor, collected)
 
 
 @pytest.fixture
@@ -125,6 +130,53 @@ def test_a_trace_shows_every_chunk_on_every_stage_and_its_transfer(service: Serv
         sent = [span for span in trace.transfers if span.rank == stage]
         assert [(span.token_start, span.token_end) for span in sent] == cuts
         assert sum(span.num_bytes for span in sent) == 640 * 15 * 3 * 2 * 64 * 4
+
+
+def test_one_trace_goes_through_every_process(service: Service, prompt: list[int]) -> None:
+    answer = asyncio.run(ask(service.router, prompt, 3))
+    request_id = answer.accepted.request_id
+
+    def spans(collected: list[CollectedSpan]) -> list[CollectedSpan]:
+        ids = {span.trace_id for span in collected if span.attributes.get("headwater.request.id") == request_id}
+        return [span for span in collected if span.trace_id in ids]
+
+    # All that there are; each process exports when it likes.
+    num_chunks = 2 * len(range(0, 640, CHUNK))
+    trace = spans(service.collected.wait(lambda collected: len(spans(collected)) >= 9 + num_chunks))
+    by_id = {span.span_id: span for span in trace}
+    assert len({span.trace_id for span in trace}) == 1
+
+    def path(span: CollectedSpan) -> str:
+        process = str(span.resource["service.name"]).removeprefix("headwater-")
+        own = f"{process} {span.name}"
+        return f"{path(by_id[span.parent_id])}/{own}" if span.parent_id else own
+
+    prefill = "router generate/router prefill/prefill prefill"
+    assert sorted(path(span) for span in trace) == sorted(
+        [
+            "router generate",
+            "router generate/router prefill",
+            "router generate/router decode",
+            "router generate/router decode/decode receive",
+            "router generate/router decode/decode decode",
+            prefill,
+            f"{prefill}/prefill queue",
+            *[f"{prefill}/worker deliver"] * 2,
+            *[f"{prefill}/prefill chunk"] * num_chunks,
+        ]
+    )
+    deliveries = [span for span in trace if span.name == "deliver"]
+    assert {span.resource["service.instance.id"] for span in deliveries} == {"p0/0", "p0/1"}
+    (receive,) = (span for span in trace if span.name == "receive")
+    assert set(receive.links) == {span.span_id for span in deliveries}
+    # Everybody counts the same bytes.
+    num_bytes = 640 * 30 * 3 * 2 * 64 * 4
+    assert sum(int(str(span.attributes["headwater.bytes"])) for span in deliveries) == num_bytes
+    assert receive.attributes["headwater.bytes"] == num_bytes
+    (decode,) = (span for span in trace if path(span).endswith("decode decode"))
+    assert decode.attributes["gen_ai.usage.output_tokens"] == 3
+    # One host, one clock: what is received is decoded.
+    assert receive.start < receive.end <= decode.end
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_up_says_as_json_what_happens(
 
     first, last = map(json.loads, asyncio.run(run()).splitlines())
     (process,) = first.pop("processes")
-    assert first == {"event": "serving"}
+    assert first == {"event": "serving", "page": ""}
     assert process.pop("pid") > 0
     address = supervisor.placed[0].address
     assert process == {"name": "a", "role": "decode", "address": address, "log": str(tmp_path / "a.log")}

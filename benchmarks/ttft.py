@@ -35,20 +35,30 @@ from tests.harness import free_ports, model_folder
 _START_SECONDS = 300
 
 
-def cluster_file(folder: Path, model: Path, num_tokens: int, chunk_tokens: int) -> Path:
-    """A router, groups PP1 and PP2 and a decode node on this machine."""
+def cluster_file(
+    folder: Path,
+    model: Path,
+    num_tokens: int,
+    chunk_tokens: int,
+    *,
+    level: str = "warning",
+    groups: tuple[str, ...] = ("pp1", "pp2"),
+) -> Path:
+    """A router, groups PP1 and PP2 (or one of them) and a decode node on this machine."""
     ports = free_ports(4)
     pool = -(-num_tokens // 64) * 64
-    # Each round asks for the same prompt.
     group = f"chunk_tokens = {chunk_tokens}\npool_tokens = {pool}\nprefix_cache = false"
+    layouts = {"pp1": "pp = 1\ncores = [0]", "pp2": "pp = 2\ncores = [0, 1]"}
     path = folder / "cluster.toml"
     path.write_text(
-        f'log_level = "warning"\n'
+        f'log_level = "{level}"\n'
         f'[model]\npath = "{model}"\nmax_context_tokens = {max(8192, 2 * num_tokens)}\n'
         f'[router]\naddress = "127.0.0.1:{ports[0]}"\n'
-        f'[[prefill]]\nname = "pp1"\naddress = "127.0.0.1:{ports[1]}"\npp = 1\ncores = [0]\n{group}\n'
-        f'[[prefill]]\nname = "pp2"\naddress = "127.0.0.1:{ports[2]}"\npp = 2\ncores = [0, 1]\n{group}\n'
-        f'[[decode]]\nname = "d0"\naddress = "127.0.0.1:{ports[3]}"\ncapacity_tokens = {2 * pool}\n',
+        + "".join(
+            f'[[prefill]]\nname = "{name}"\naddress = "127.0.0.1:{port}"\n{layouts[name]}\n{group}\n'
+            for name, port in zip(groups, ports[2:], strict=False)
+        )
+        + f'[[decode]]\nname = "d0"\naddress = "127.0.0.1:{ports[1]}"\ncapacity_tokens = {2 * pool}\n',
         encoding="utf-8",
     )
     return path

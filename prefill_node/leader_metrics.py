@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 from headwater.buckets import PART_SECONDS, REQUEST_SECONDS, STEP_SECONDS
+from headwater.errors import ERROR_NAMES
 
 REQUESTS = Counter(
     "headwater_prefill_requests", "Requests by outcome: completed, cancelled, or the class of the error.", ["outcome"]
@@ -58,3 +59,7 @@ FETCH_SECONDS = Histogram(
     "Fetching what earlier attempts delivered, before a resumed request can be computed on.",
     buckets=PART_SECONDS,
 )
+
+# What has not happened yet is 0 and not absent, so that the first time counts as an increase.
+for _outcome in ("completed", "cancelled", *ERROR_NAMES):
+    REQUESTS.labels(_outcome)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 from headwater.buckets import PART_SECONDS, REQUEST_SECONDS, STEP_SECONDS
+from headwater.errors import ERROR_NAMES
 from headwater.v1 import router_pb2
 from router.ttft import PARTS
 
@@ -55,6 +56,16 @@ GROUP_STATE = Gauge(
 BREAKER_STATE = Gauge(
     "headwater_breaker_state", "1 for the state of this router's breaker for a group.", ["group", "state"]
 )
+
+# What has not happened yet is 0 and not absent, so that the first time counts as an increase.
+for _outcome in ("eos", "length", "stop", "cancelled", *ERROR_NAMES):
+    REQUESTS.labels(_outcome)
+for _outcome in ("ok", "cancelled", "error"):
+    REQUEST_DURATION_SECONDS.labels(_outcome)
+for _part in PARTS:
+    TTFT_PART_SECONDS.labels(_part)
+for _role in ("prefill", "decode"):
+    RESUMES.labels(_role)
 
 
 def observe_ttft(parts: router_pb2.TtftParts) -> None:

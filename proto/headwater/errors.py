@@ -141,6 +141,10 @@ def _tree(root: type[HeadwaterError]) -> dict[str, type[HeadwaterError]]:
 _CLASSES = _tree(HeadwaterError)
 
 
+# Of the classes that are raised, which are the leaves of the tree.
+ERROR_NAMES = tuple(name for name, found in _CLASSES.items() if not found.__subclasses__())
+
+
 def error_class(name: str) -> type[HeadwaterError]:
     """The class that another process named; `PeerUnavailable` for a name that is not in the tree."""
     return _CLASSES.get(name, PeerUnavailable)

@@ -37,6 +37,8 @@ def add_commands(subparsers: Subparsers) -> None:
     up.add_argument("cluster", type=Path, metavar="FILE", help="cluster file (TOML)")
     up.add_argument("--log-dir", type=Path, metavar="DIR", help="write NAME.log for each process there")
     up.add_argument("--json", action="store_true", help="print what happens as JSON objects, one a line")
+    up.add_argument("--observe", action="store_true", help="run a Prometheus as well, which watches the cluster")
+    up.add_argument("--scrape-interval", type=float, default=5.0, metavar="SECONDS", help="of that Prometheus (5)")
     up.set_defaults(run=_up)
 
     check = subparsers.add_parser("check", help="say what a cluster file means and what is wrong with it")
@@ -138,7 +140,8 @@ def _up(arguments: argparse.Namespace) -> int:
     from router.up import run_up  # noqa: PLC0415
 
     use(load_cluster(arguments.cluster).security)
-    return asyncio.run(run_up(arguments.cluster, arguments.log_dir, as_json=arguments.json))
+    scrape_seconds = arguments.scrape_interval if arguments.observe else None
+    return asyncio.run(run_up(arguments.cluster, arguments.log_dir, scrape_seconds, as_json=arguments.json))
 
 
 def _check(arguments: argparse.Namespace) -> int:

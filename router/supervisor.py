@@ -9,9 +9,10 @@ Children get SIGTERM when the thread that started them is gone, so none outlives
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -90,15 +91,31 @@ class Supervisor:
         (process,) = (process for process in self.placed if process.name == name)
         self.children[name] = self._child(process)
 
+    async def add(
+        self, name: str, command: Sequence[str], ready: Callable[[], Awaitable[None]], deadline_seconds: float
+    ) -> None:
+        """Starts one more program, which ends with the others. Returns when `ready` does.
+
+        Raises:
+            PeerUnavailable: a process ended; the message has the last lines of its log.
+            DeadlinePassed: it is not ready yet.
+        """
+        assert name not in self.children
+        self.children[name] = self._start(name, command, {})
+        try:
+            async with asyncio.timeout(deadline_seconds), self._while_all_run():
+                await ready()
+        except TimeoutError:
+            raise DeadlinePassed(f"{name} was not ready after {deadline_seconds:g} s; see its log.") from None
+
     def _child(self, process: Placed) -> Child:
-        return Child(
-            process.name,
-            [*self._program, *process.arguments],
-            # A thread that spins while it waits takes the core of the process it waits for.
-            # A worker of another host's leader reads no cluster file.
-            credentials().environment() | {"OMP_NUM_THREADS": str(process.threads), "OMP_WAIT_POLICY": "passive"},
-            self._log_dir / f"{process.name}.log" if self._log_dir else None,
-        )
+        # A thread that spins while it waits takes the core of the process it waits for.
+        # A worker of another host's leader reads no cluster file.
+        openmp = {"OMP_NUM_THREADS": str(process.threads), "OMP_WAIT_POLICY": "passive"}
+        return self._start(process.name, [*self._program, *process.arguments], credentials().environment() | openmp)
+
+    def _start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Child:
+        return Child(name, command, environment, self._log_dir / f"{name}.log" if self._log_dir else None)
 
     def wait_ready(self, deadline_seconds: float) -> None:
         """`ready` for callers without an event loop."""
@@ -113,8 +130,7 @@ class Supervisor:
         """
         missing = {process.name for process in self.placed if process.address is not None}
         try:
-            async with asyncio.timeout(deadline_seconds), asyncio.TaskGroup() as watching:
-                exits = watching.create_task(self._fail_on_exit())
+            async with asyncio.timeout(deadline_seconds), self._while_all_run():
                 async with asyncio.TaskGroup() as waiting:
                     for process in self.placed:
                         if process.address is not None:
@@ -122,12 +138,9 @@ class Supervisor:
                 for name, address in self._groups_seen_by_router():
                     missing.add(name)
                     await _until_serving(name, address, name, missing)
-                exits.cancel()
         except TimeoutError:
             waited_for = ", ".join(sorted(missing))
             raise DeadlinePassed(f"not SERVING after {deadline_seconds:g} s: {waited_for}; see the log.") from None
-        except BaseExceptionGroup as group:
-            raise _first_error(group) from None
         for child in self.children.values():
             child.note_descendants()
 
@@ -165,6 +178,17 @@ class Supervisor:
             if killed:
                 report.append(f"{name} did not end within {self._stop_seconds:g} s of SIGTERM; killed: {killed}")
         return report
+
+    @contextlib.asynccontextmanager
+    async def _while_all_run(self) -> AsyncIterator[None]:
+        """Raises PeerUnavailable when a process ends meanwhile, and what the block raises, out of its groups."""
+        try:
+            async with asyncio.TaskGroup() as watching:
+                exits = watching.create_task(self._fail_on_exit())
+                yield
+                exits.cancel()
+        except BaseExceptionGroup as group:
+            raise _first_error(group) from None
 
     async def _fail_on_exit(self) -> None:
         child = await self.first_exit()

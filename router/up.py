@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from rich.table import Table
 
 from headwater.client import AsyncClient
 from headwater.cluster import load_cluster
-from headwater.errors import PeerUnavailable
+from headwater.errors import InvalidConfig, PeerUnavailable
 from router.console import open_console
+from router.observe import NAME, Prometheus
 from router.show import url
 from router.supervisor import Supervisor
 
@@ -26,11 +29,14 @@ class _Teller:
         self._as_json = as_json
         self._console = open_console(stderr=True)
 
-    def serving(self, supervisor: Supervisor, page: str) -> None:
+    def serving(self, supervisor: Supervisor, page: str, prometheus: str | None) -> None:
         rows = []
         for process in supervisor.placed:
             child = supervisor.children[process.name]
             rows.append((process.name, process.role, process.address or "", child.pid, str(child.log_file or "")))
+        if prometheus is not None:
+            child = supervisor.children[NAME]
+            rows.append((NAME, "observer", prometheus, child.pid, str(child.log_file or "")))
         if self._as_json:
             names = ("name", "role", "address", "pid", "log")
             processes = [dict(zip(names, row, strict=True)) for row in rows]
@@ -59,23 +65,38 @@ class _Teller:
         sys.stdout.flush()
 
 
-async def run_up(path: Path, log_dir: Path | None, *, as_json: bool) -> int:
+async def run_up(path: Path, log_dir: Path | None, scrape_seconds: float | None, *, as_json: bool) -> int:
     """Returns 0 after SIGINT or SIGTERM, when everything has ended.
+
+    Args:
+        scrape_seconds: run a Prometheus as well, which looks at each process so often.
 
     Raises:
         InvalidConfig: before anything is started.
         PeerUnavailable: a process ended by itself; the others were stopped.
         DeadlinePassed: a server was not ready within `deadlines.worker_start`.
     """
+    with contextlib.ExitStack() as stack:
+        prometheus = None
+        if scrape_seconds is not None:
+            # Kept with the logs, or as long as this runs.
+            folder = log_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headwater-")))
+            prometheus = Prometheus(folder / NAME, scrape_seconds)
+        await _until_told(path, log_dir, prometheus, _Teller(as_json=as_json))
+    return 0
+
+
+async def _until_told(path: Path, log_dir: Path | None, prometheus: Prometheus | None, teller: _Teller) -> None:
     cluster = load_cluster(path)
     supervisor = Supervisor.of_cluster(path, log_dir)
-    teller = _Teller(as_json=as_json)
+    if prometheus is not None and not any(process.role == "router" for process in supervisor.placed):
+        raise InvalidConfig(f"--observe: the router of {path} is on another host, and knows what there is to observe.")
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     stopping = asyncio.create_task(stop.wait())
     supervisor.start()
-    running = asyncio.create_task(_run(supervisor, cluster.deadlines.worker_start, teller))
+    running = asyncio.create_task(_run(supervisor, cluster.deadlines.worker_start, prometheus, teller))
     try:
         await asyncio.wait({stopping, running}, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
@@ -87,12 +108,13 @@ async def run_up(path: Path, log_dir: Path | None, *, as_json: bool) -> int:
         teller.stopping()
         for sentence in supervisor.stop():
             teller.killed(sentence)
-    return 0
 
 
-async def _run(supervisor: Supervisor, start_seconds: float, teller: _Teller) -> None:
+async def _run(supervisor: Supervisor, start_seconds: float, prometheus: Prometheus | None, teller: _Teller) -> None:
     await supervisor.ready(start_seconds)
-    teller.serving(supervisor, await _page(supervisor))
+    page = await _page(supervisor)
+    observer = None if prometheus is None else await prometheus.run(supervisor, page, start_seconds)
+    teller.serving(supervisor, page, observer)
     child = await supervisor.first_exit()
     raise PeerUnavailable(await asyncio.to_thread(child.describe_exit))
 

@@ -65,6 +65,8 @@ def test_wheel_has_every_module_stub_page_and_type_marker(wheel: set[str]) -> No
     }
     assert {"headwater/v1/prefill_pb2.py", "headwater/v1/prefill_pb2_grpc.pyi"} <= expected
     assert {f"router/page/static/page.{kind}" for kind in ("html", "css", "js")} <= expected
+    # Of `headwater up --observe`.
+    expected |= {"router/rules/alerts.yml", "router/rules/recording.yml"}
     assert expected <= wheel
     assert {f"{name}/py.typed" for name in PACKAGES} <= wheel
 

@@ -37,9 +37,13 @@ def buckets(histogram: str) -> list[Query]:
 
 
 def states(metric: str, meanings: Sequence[tuple[int, str, str]]) -> list[Query]:
-    """One series a group, whose value is the number of its state. `meanings` are number, state and colour."""
+    """One series a group, whose value is the number of its state: the worst that any router sees.
+
+    Args:
+        meanings: number, state and colour, the worst last.
+    """
     numbered = (
         f'(max by (group) (headwater_{metric}{{{NODE}, state="{state}"}} == 1) * {number})'
-        for number, state, _ in meanings
+        for number, state, _ in reversed(meanings)
     )
     return [Query(" or ".join(numbered), "{{group}}")]

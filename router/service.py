@@ -13,6 +13,7 @@ import grpc.aio
 from headwater import tracing
 from headwater.errors import CapacityError, InvalidRequest, PeerUnavailable, RequestCancelled
 from headwater.v1 import router_pb2, router_pb2_grpc
+from router import metrics
 from router.flow import Flow
 from router.peers import Peers
 from router.registry import Registry
@@ -112,6 +113,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         if self._draining:
             raise PeerUnavailable("the router is draining: it takes no new requests; use another one.")
         if len(self._running) >= self._max_requests:
+            # The flow, which counts how requests end, does not see this one.
+            metrics.REQUESTS.labels(CapacityError.__name__).inc()
             raise CapacityError(
                 f"{self._max_requests} requests are under way (max_requests). Try again later, or add a router."
             )

@@ -65,7 +65,7 @@ class _Teller:
         sys.stdout.flush()
 
 
-async def run_up(path: Path, log_dir: Path | None, scrape_seconds: float | None, *, as_json: bool) -> int:
+async def run_up(path: Path, log_dir: Path | None, scrape_seconds: float | None = None, *, as_json: bool) -> int:
     """Returns 0 after SIGINT or SIGTERM, when everything has ended.
 
     Args:

@@ -94,10 +94,25 @@ PREFILL = Dashboard(
         ),
         Panel(
             "Pages",
-            "KV pages of each group, which add up to its pool. None free: requests queue.",
+            "KV pages of each group, which add up to its pool. cached: kept for later prompts until they are needed. "
+            "All held: requests queue.",
             "short",
             [Query(f"sum by (node, state) (headwater_prefill_pages{{{NODE}}})", "{{node}} {{state}}")],
             stacked=True,
+        ),
+        Panel(
+            "Prefix cache",
+            "Share of prompt tokens whose KV was there already, and need not be computed.",
+            "percentunit",
+            [
+                Query(
+                    "sum by (node) (rate(headwater_prefix_cache_hit_tokens_total{N}[$__rate_interval])) / "
+                    "sum by (node) (rate(headwater_prefix_cache_query_tokens_total{N}[$__rate_interval]))".replace(
+                        "{N}", f"{{{NODE}}}"
+                    ),
+                    "{{node}}",
+                )
+            ],
         ),
         Row("Work"),
         Panel(

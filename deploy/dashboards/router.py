@@ -38,9 +38,13 @@ ROUTER = Dashboard(
         ),
         Panel(
             "Requests in flight",
-            "Received and not ended. `max_requests` is the most that a router takes.",
+            "Received and not ended (`max_requests` is the most that a router takes), and of them those that wait in "
+            "the router for a group that can take them (`max_waiting`).",
             "short",
-            [Query(f"sum by (node) (headwater_requests_in_flight{{{NODE}}})", "{{node}}")],
+            [
+                Query(f"sum by (node) (headwater_requests_in_flight{{{NODE}}})", "{{node}} in flight"),
+                Query(f"sum by (node) (headwater_requests_waiting{{{NODE}}})", "{{node}} waiting"),
+            ],
         ),
         OUTCOMES,
         Panel(

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 
 from headwater.client import Client, prompt_request
 from headwater.cluster import load_cluster
@@ -77,8 +78,12 @@ def test_an_aborted_request_ends_on_both_groups_and_its_client_is_told() -> None
     asyncio.run(run())
 
 
-def test_one_request_too_many_is_refused_with_a_hint() -> None:
+def test_one_request_too_many_is_refused_with_a_hint_and_counted() -> None:
+    def refusals() -> float:
+        return REGISTRY.get_sample_value("headwater_requests_total", {"outcome": "CapacityError"}) or 0.0
+
     async def run() -> None:
+        before = refusals()
         async with site(ANSWER, 1, "max_requests = 1") as it:
             asked = hold(it.prefill[0])
             answering = asyncio.ensure_future(it.answer(text_request()))
@@ -86,6 +91,7 @@ def test_one_request_too_many_is_refused_with_a_hint() -> None:
             with pytest.raises(CapacityError, match="1 requests are under way") as refused:
                 await it.answer(text_request())
             assert refused.value.retry_after_seconds == 1.0
+            assert refusals() - before == 1
             answering.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await answering

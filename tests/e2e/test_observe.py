@@ -55,6 +55,14 @@ class Observed:
         result = self.get("query", query=expression)["result"]
         return [value for series in result if math.isfinite(value := float(series["value"][1]))]
 
+    def rules(self) -> list[dict[str, Any]]:
+        """All, with their health."""
+        return [rule for group in self.get("rules")["groups"] for rule in group["rules"]]
+
+    def names(self, kind: str) -> list[str]:
+        """Of "recording" or "alerting" rules."""
+        return [rule["name"] for rule in self.rules() if rule["type"] == kind]
+
 
 def until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> bool:
     """Whether it came true. Prometheus tells nobody when it has looked."""
@@ -131,7 +139,8 @@ def test_every_query_of_every_panel_has_data_and_every_rule_works(observed: Obse
         expression = f'headwater_requests_total{{outcome="{outcome}"}}'
         assert until(lambda expression=expression, count=count: observed.values(expression) == [count]), outcome  # type: ignore[misc]
 
-    without = dict(queries())
+    # What a rule records appears when its group is evaluated next.
+    without = dict(queries()) | {name: name for name in observed.names("recording")}
     for name, value in VARIABLES.items():
         without = {where: expression.replace(name, value) for where, expression in without.items()}
 
@@ -142,13 +151,10 @@ def test_every_query_of_every_panel_has_data_and_every_rule_works(observed: Obse
 
     assert until(has_data), f"no data for {without}"
 
-    rules = [rule for group in observed.get("rules")["groups"] for rule in group["rules"]]
-    assert {rule["health"] for rule in rules} == {"ok"}, [rule.get("lastError") for rule in rules]
-    recording = [rule for rule in rules if rule["type"] == "recording"]
-    alerting = [rule for rule in rules if rule["type"] == "alerting"]
-    assert (len(recording), len(alerting)) == (19, 13)
-    assert [rule["name"] for rule in recording if not observed.values(rule["name"])] == []
+    assert until(lambda: all(rule["health"] == "ok" for rule in observed.rules())), observed.rules()
+    assert (len(observed.names("recording")), len(observed.names("alerting"))) == (19, 13)
     # Nothing is wrong with this cluster; what they would say otherwise is in tests/observe.
+    alerting = [rule for rule in observed.rules() if rule["type"] == "alerting"]
     assert [rule["name"] for rule in alerting if rule["state"] == "firing"] == []
     for rule in alerting:
         observed.get("query", query=rule["query"])

@@ -25,7 +25,7 @@ EARLIER_TOKENS = (300, 900, 512, 120, 1400, 700, 256, 1100, 450, 820)
 LONG_TOKENS = 6000
 # Of the long one, at least, when the picture is taken.
 CHUNKS_DONE = 12
-WIDTH, HEIGHT = 1280, 920
+WIDTH, HEIGHT = 1280, 930
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
@@ -59,11 +59,12 @@ def photograph(page: Page, folder: Path) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DEPLOY
+    browser = installed()
     options = (("chunk_tokens", CHUNK_TOKENS), ("pool_tokens", 16384), ("cores", [0, 1]))
-    with tempfile.TemporaryDirectory(prefix="headwater-") as work, open_page(*installed()) as page:
+    with tempfile.TemporaryDirectory(prefix="headwater-") as work:
         path = Path(work) / "cluster.toml"
         cluster = write_cluster(path, model_folder(), [Group("p0", 2, 1, options)])
-        with processes(cluster, path, ["router", "p0", "d0"], Path(work)):
+        with processes(cluster, path, ["router", "p0", "d0"], Path(work)), open_page(*browser) as page:
             asyncio.run(take(cluster, page, folder))
 
 

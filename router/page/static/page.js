@@ -310,7 +310,7 @@ function drawTtft(svg, newestFirst) {
   const nodes = ticks.flatMap((tick) => {
     const y = top + height - tick * scale;
     return [drawn("line", { class: "grid", x1: left, x2: left + plot, y1: y, y2: y }),
-      drawn("text", { x: left - 6, y: y + 4, "text-anchor": "end" }, tick ? seconds(tick).replace(/\.0+ /, " ") : "0")];
+      drawn("text", { x: left - 6, y: y + 4, "text-anchor": "end" }, tickText(tick))];
   });
   nodes.push(...requests.map((request, i) => stack(request, left + plot - (requests.length - i) * pitch, top + height, pitch, scale)));
   nodes.push(drawn("text", { x: left + plot, y: top + height + 14, "text-anchor": "end" }, "newest"));
@@ -336,6 +336,11 @@ function stack(request, x, bottom, pitch, scale) {
 function block(x, y, width, height, style, title) {
   const sizes = { x: x.toFixed(2), y: y.toFixed(2), width: Math.max(0, width).toFixed(2), height: Math.max(0, height).toFixed(2) };
   return drawn("rect", { class: style, ...sizes }, ...(title ? [drawn("title", {}, title)] : []));
+}
+
+function tickText(tick) {
+  const [number, ...units] = seconds(tick).split(" ");
+  return tick ? [Number(number), ...units].join(" ") : "0";
 }
 
 // Round numbers from 0 to at least `most`, about `count` of them.
@@ -432,15 +437,16 @@ function traceOf(trace, detail, number) {
   if (detail.traces.length > 1) box.append(element("h3", {}, title));
   if (trace.error) return filled(box, {}, [element("p", { class: "empty" }, `No timeline: ${trace.error}`)]);
   if (!trace.stages.length) return filled(box, {}, [element("p", { class: "empty" }, "No chunk has been computed yet.")]);
-  box.append(gantt(trace, title), numbersOf(trace));
+  box.append(gantt(trace, title), numbersOf(trace, hasEnded(detail.request)));
   return box;
 }
 
-// Rows for spans that overlap: each span gets the first row that is free.
+// Rows for spans that overlap: each span gets the first row that is free. Times of reports are a little off, so a little
+// does not count.
 function inLanes(spans) {
   const ends = [];
   return spans.toSorted((a, b) => a.start - b.start).map((span) => {
-    let lane = ends.findIndex((end) => end <= span.start + 1e-9);
+    let lane = ends.findIndex((end) => end <= span.start + 0.1 * (span.end - span.start));
     if (lane < 0) lane = ends.length;
     ends[lane] = span.end;
     return { ...span, lane };
@@ -474,7 +480,7 @@ function gantt(trace, title) {
   }
   const grid = ticks.flatMap((tick) => [
     drawn("line", { class: "grid", x1: left + tick * scale, x2: left + tick * scale, y1: 0, y2: y }),
-    drawn("text", { x: left + tick * scale, y: y + 13, "text-anchor": "middle" }, tick ? seconds(tick).replace(/\.0+ /, " ") : "0"),
+    drawn("text", { x: left + tick * scale, y: y + 13, "text-anchor": "middle" }, tickText(tick)),
   ]);
   return drawn("svg", { role: "img", height: y + 18, "aria-label": `Timeline of ${title}; the table says the same in numbers` }, ...grid, ...nodes);
 }
@@ -504,12 +510,12 @@ function isOdd(span) {
   return parity.get(key);
 }
 
-function numbersOf(trace) {
+function numbersOf(trace, ended) {
   const rows = Array.from({ length: trace.num_stages }, (_, stage) => stageNumbers(trace, stage));
   const table = element("table", {}, element("caption", { class: "hidden" }, "Stages in numbers"),
     element("thead", {}, element("tr", {}, ...["stage", "chunks", "busy", "bubble"].map((name) => element("th", { scope: "col", class: "number" }, name)))),
     element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((text) => element("td", { class: "number" }, text))))));
-  return element("div", { class: "numbers" }, table, element("div", {}, legend(trace), element("p", {}, transferNumbers(trace))));
+  return element("div", { class: "numbers" }, table, element("div", {}, legend(trace), element("p", {}, transferNumbers(trace, ended))));
 }
 
 // From the request's first chunk on stage 0 to its last one here; others' chunks keep a stage busy too.
@@ -542,12 +548,12 @@ function legend(trace) {
     element("span", {}, element("span", { class: `swatch ${name}` }), text)));
 }
 
-function transferNumbers(trace) {
+function transferNumbers(trace, ended) {
   if (!trace.transfers.length) return "No KV has moved.";
   const total = trace.transfers.reduce((sum, span) => sum + span.num_bytes, 0);
   const end = Math.max(...trace.transfers.map((span) => span.end));
   const last = trace.stages.filter((span) => span.own && span.stage === trace.num_stages - 1).map((span) => span.end);
-  const exposed = last.length ? `; the last box was acknowledged ${seconds(Math.max(0, end - Math.max(...last)))} after the last chunk` : "";
+  const exposed = ended && last.length ? `; the last box was acknowledged ${seconds(Math.max(0, end - Math.max(...last)))} after the last chunk` : "";
   return `${whole.format(trace.transfers.length)} boxes of KV, ${bytes(total)}${exposed}.`;
 }
 

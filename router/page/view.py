@@ -38,6 +38,14 @@ class StageView(Struct, frozen=True):
     chunk_seconds: float | None
 
 
+class PrefixCacheView(Struct, frozen=True):
+    """As PrefixCache in prefill.proto."""
+
+    cached_tokens: int
+    query_tokens: int
+    hit_tokens: int
+
+
 class GroupView(Struct, frozen=True):
     """A group as last heard of. What only one role has is empty or 0 for the other; so is all but the first six before
     the group has answered once.
@@ -67,6 +75,8 @@ class GroupView(Struct, frozen=True):
     chunk_policy: str = ""
     backlog_tokens: int = 0
     backlog_seconds: float = 0.0
+    # Null: it keeps none.
+    prefix_cache: PrefixCacheView | None = None
     # Of decode: landing slots.
     slots_free: int = 0
     slots_held: int = 0
@@ -234,7 +244,12 @@ def _prefill(group: PrefillGroup, reason: str) -> GroupView:
         chunk_policy=said.chunk_policy,
         backlog_tokens=said.backlog_tokens,
         backlog_seconds=said.backlog_seconds,
+        prefix_cache=_prefix_cache(said.prefix_cache) if said.HasField("prefix_cache") else None,
     )
+
+
+def _prefix_cache(said: prefill_pb2.PrefixCache) -> PrefixCacheView:
+    return PrefixCacheView(said.cached_tokens, said.query_tokens, said.hit_tokens)
 
 
 def _stages(said: prefill_pb2.DescribePrefillResponse) -> list[StageView]:

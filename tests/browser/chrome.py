@@ -82,6 +82,10 @@ class Page:
 
     def save(self, path: Path) -> None:
         """What is on the screen, as PNG."""
+        # A frame that was begun before may still be of another size.
+        self.driver.execute_async_script(
+            "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()))"
+        )
         assert self.driver.save_screenshot(str(path))
 
 

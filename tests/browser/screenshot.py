@@ -25,7 +25,7 @@ EARLIER_TOKENS = (300, 900, 512, 120, 1400, 700, 256, 1100, 450, 820)
 LONG_TOKENS = 6000
 # Of the long one, at least, when the picture is taken.
 CHUNKS_DONE = 12
-WIDTH, HEIGHT = 1280, 930
+WIDTH, HEIGHT = 1280, 946
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
@@ -35,6 +35,7 @@ def numbers(count: int) -> list[int]:
 
 
 async def take(cluster: Cluster, page: Page, folder: Path) -> None:
+    await asyncio.to_thread(page.set_screen, WIDTH, HEIGHT)
     await until_paired(cluster.router.address, "p0")
     async with AsyncClient(cluster.router.address) as client:
         first, second = EARLIER_TOKENS[::2], EARLIER_TOKENS[1::2]

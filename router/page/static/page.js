@@ -54,6 +54,8 @@ function bytes(value) {
 
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const words = (name) => name.replaceAll("_", " ");
+// After the first token it is decode, whatever else happens.
+const phaseOf = (request) => (request.ttft ? "decode" : PHASES[request.event]);
 const hasEnded = (request) => ENDS.includes(request.event);
 
 function quantile(values, share) {
@@ -205,11 +207,17 @@ function facts(group) {
     const time = group.backlog_seconds ? `, about ${seconds(group.backlog_seconds)}` : "";
     rows.push(["backlog", `${whole.format(group.backlog_tokens)} tokens${time}`]);
   }
+  if (group.prefix_cache) rows.push(["prefix cache", prefixCache(group.prefix_cache)]);
   if (group.transport) rows.push(["transport", group.transport]);
   rows.push(["breaker", words(group.breaker)]);
   rows.push(["epoch", group.epoch ? group.epoch.slice(0, 12) : "–"]);
   rows.push(["address", group.address]);
   return rows;
+}
+
+function prefixCache(cache) {
+  const hits = cache.query_tokens ? `, ${percent(cache.hit_tokens / cache.query_tokens)} hits` : "";
+  return `${whole.format(cache.cached_tokens)} tokens${hits}`;
 }
 
 // --- Requests --------------------------------------------------------------------------------------------------------
@@ -232,7 +240,7 @@ function updateRequest(row, request) {
   const chosen = request.id === shownId();
   row.className = chosen ? "chosen" : "";
   button.setAttribute("aria-pressed", chosen);
-  const phase = PHASES[request.event] ?? (request.event === "finished" ? "finished" : request.outcome);
+  const phase = !hasEnded(request) ? phaseOf(request) : request.event === "finished" ? "finished" : request.outcome;
   const style = hasEnded(request) ? request.event : ["prefill", "decode"].includes(phase) ? "works" : "";
   state.firstElementChild.className = `phase ${style}`;
   write(state.firstElementChild, phase);
@@ -410,7 +418,7 @@ function showDetail() {
 }
 
 function showFacts(request) {
-  const outcome = hasEnded(request) ? request.outcome : PHASES[request.event];
+  const outcome = hasEnded(request) ? request.outcome : phaseOf(request);
   pairs(at("facts"), [
     ["state", outcome],
     ["prompt", `${whole.format(request.num_prompt_tokens)} tokens`],

@@ -25,7 +25,7 @@ EARLIER_TOKENS = (300, 900, 512, 120, 1400, 700, 256, 1100, 450, 820)
 LONG_TOKENS = 6000
 # Of the long one, at least, when the picture is taken.
 CHUNKS_DONE = 12
-WIDTH, HEIGHT = 1280, 946
+WIDTH, HEIGHT = 1280, 966
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
 

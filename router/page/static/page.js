@@ -204,7 +204,7 @@ function facts(group) {
   if (group.slots_quarantined) rows.push(["quarantined", `${group.slots_quarantined} slots`]);
   if (group.chunk_tokens) rows.push(["chunks", `${group.chunk_policy} ${whole.format(group.chunk_tokens)}`.trim()]);
   if (group.backlog_tokens) {
-    const time = group.backlog_seconds ? `, about ${seconds(group.backlog_seconds)}` : "";
+    const time = group.backlog_seconds ? `, ≈ ${seconds(group.backlog_seconds)}` : "";
     rows.push(["backlog", `${whole.format(group.backlog_tokens)} tokens${time}`]);
   }
   if (group.prefix_cache) rows.push(["prefix cache", prefixCache(group.prefix_cache)]);

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable
 
 from headwater.cluster import Deadlines
-from headwater.errors import CapacityError, HeadwaterError, PeerError
+from headwater.errors import CapacityError, PeerError
 from headwater.lifecycle import Event, Logger, get_logger
 from headwater.v1 import router_pb2
 from router import metrics, spans
@@ -115,7 +115,7 @@ class Flow:
                     metrics.REQUESTS.labels("cancelled").inc()
                     log.event(Event.CANCELLED)
                 raise
-            except HeadwaterError as error:
+            except Exception as error:
                 ended = "error"
                 metrics.REQUESTS.labels(type(error).__name__).inc()
                 log.event(Event.FAILED, error=type(error).__name__, message=str(error))

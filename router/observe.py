@@ -54,7 +54,7 @@ class Prometheus:
                 "--observe: there is no program `prometheus` on PATH. Debian and Ubuntu have it in the package "
                 "prometheus (which also starts a service of its own: `systemctl disable --now prometheus`); for "
                 "others it is at https://prometheus.io/download. Or leave --observe, and let a Prometheus that you "
-                "have scrape the cluster (README, "Watching")."
+                "have scrape the cluster (README, Watching)."
             )
         self._program = program
         self._folder = folder

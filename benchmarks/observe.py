@@ -4,10 +4,9 @@
 
 Two equal clusters (router, PP2 pinned to two cores, decode node) take turns with the same prompt. One writes warnings
 only. The other has everything on: a log line for each lifecycle event, every process's metrics read once a second as
-Prometheus would, the router's page open, and every span exported to a collector. Whoever comes second in a
-round is a few percent slower on this kind of machine, so the order alternates, a ratio is the geometric mean of two
-rounds with opposite orders, and the median of all such pairs is quoted. Programs that watch from elsewhere (Prometheus,
-a browser, a collector's storage) are not part of it.
+Prometheus would, the router's page open, and every span exported to a collector. The order within a round alternates; a
+ratio is the geometric mean of two rounds with opposite orders, and the median of all such pairs is quoted. What reads
+metrics, page and spans is this program, on the same cores as the ranks, so its own share is in the figure.
 """
 
 from __future__ import annotations

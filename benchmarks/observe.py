@@ -24,12 +24,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
-import tokenizers
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import write_json
-from benchmarks.ttft import cluster_file
+from benchmarks.ttft import cluster_file, prompt
 from headwater.client import AsyncClient, prompt_request
 from headwater.cluster import load_cluster
 from headwater.v1 import router_pb2
@@ -138,8 +137,7 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console()
     model = model_folder()
-    text = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(argparse.__file__).parent.glob("a*.py")))
-    token_ids = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids[: arguments.tokens]
+    token_ids = prompt(model, arguments.tokens)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         traces = stack.enter_context(collector())

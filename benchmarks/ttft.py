@@ -64,6 +64,12 @@ def cluster_file(
     return path
 
 
+def prompt(model: Path, num_tokens: int) -> list[int]:
+    """Token ids of real text: sources of the standard library."""
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(argparse.__file__).parent.glob("a*.py")))
+    return tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids[:num_tokens]
+
+
 async def ttft(cluster: Cluster, name: str, token_ids: list[int], *, transfer: bool) -> float:
     """Seconds from asking group `name` to its first token."""
     request = prefill_pb2.PrefillRequest(
@@ -141,8 +147,7 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console()
     model = model_folder()
-    text = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(argparse.__file__).parent.glob("a*.py")))
-    token_ids = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids[: arguments.tokens]
+    token_ids = prompt(model, arguments.tokens)
     with tempfile.TemporaryDirectory() as folder:
         path = cluster_file(Path(folder), model, arguments.tokens, arguments.chunk)
         with Supervisor.of_cluster(path, Path(folder)) as supervisor:

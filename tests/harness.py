@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import socket
@@ -41,13 +42,27 @@ def model_folder() -> Path:
     return Path(os.environ.get("HEADWATER_MODEL") or default)
 
 
+def _candidates() -> Iterator[int]:
+    """Ports below those that a system hands out by itself, and above Mooncake's; each worker of pytest has its own."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw3").removeprefix("gw")) % 4
+    ports = list(range(18_000 + 3_500 * worker, 21_500 + 3_500 * worker))
+    begin = os.getpid() * 100 % len(ports)
+    return itertools.cycle(ports[begin:] + ports[:begin])
+
+
+_PORTS = _candidates()
+
+
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Ports that nobody listens on now, and nobody else takes soon."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        found: list[int] = []
+        while len(found) < count:
+            port = next(_PORTS)
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                found.append(port)
+        return found
 
 
 @dataclasses.dataclass(frozen=True)

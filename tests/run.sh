@@ -23,25 +23,13 @@ check() {
     "$@" || failed+=("$name")
 }
 
-# How many of the two runs of pytest found a test: a selection by the caller may leave one without.
-found=0
-run_pytest() {
-    local status=0
-    python -m pytest "$@" || status=$?
-    ((status == 5)) && return 0
-    found=$((found + 1))
-    return "$status"
-}
-
 check "ruff check" ruff check .
 check "ruff format" ruff format --check .
 check "mypy" mypy
 check "import-linter" lint-imports
 check "buf lint" buf lint proto
-# A file a process; what starts clusters wants all cores for itself.
-check "tests" run_pytest -n 2 --dist loadfile --ignore=tests/e2e "$@"
-check "end-to-end tests" run_pytest --ignore-glob='tests/[!e]*' "$@"
-if ((found == 0)); then failed+=("no test was selected"); fi
+# A file a process.
+check "tests" python -m pytest -n 2 --dist loadfile "$@"
 
 if ((${#failed[@]})); then
     printf '\nFAILED:'

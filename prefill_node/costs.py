@@ -109,7 +109,7 @@ def fit(samples: Sequence[tuple[Chunks, float]]) -> StageCost:
     """
     if not samples:
         raise ValueError("a cost cannot be fitted to no samples")
-    return _fit(np.array([_features(chunks) for chunks, _ in samples]), np.array([seconds for _, seconds in samples]))
+    return _fit(_table(samples))
 
 
 def relative_error(cost: StageCost, samples: Sequence[tuple[Chunks, float]]) -> float:
@@ -125,8 +125,9 @@ class OnlineCost:
     """
 
     def __init__(self, profiled: Sequence[tuple[Chunks, float]] = ()) -> None:
-        self._profiled = list(profiled)
-        self._recent: collections.deque[tuple[Chunks, float]] = collections.deque(maxlen=_WINDOW)
+        self._profiled = _table(profiled)
+        # Rows of such a table.
+        self._recent: collections.deque[tuple[float, ...]] = collections.deque(maxlen=_WINDOW)
         self._new = 0
         self.cost = fit(profiled) if profiled else None
         # Relative, of the newest step, before it was learnt from; None before there was a cost.
@@ -136,17 +137,16 @@ class OnlineCost:
         """A step took `seconds`. Returns whether the cost has changed."""
         if self.cost is not None:
             self.error = abs(self.cost.step_seconds(chunks) - seconds) / seconds
-        self._recent.append((tuple(chunks), seconds))
+        self._recent.append((*_features(chunks), seconds))
         self._new += 1
         if self.cost is not None and self._new < min(_REFIT_EVERY, -(-len(self._recent) // 2)):
             return False
         self._new = 0
-        samples = [*self._profiled, *self._recent]
-        first = fit(samples)
-        off = np.array([abs(first.step_seconds(chunks) - seconds) / seconds for chunks, seconds in samples])
-        limit = max(_ORDINARY, _OUTLIER * float(np.median(off)))
-        kept = [sample for sample, error in zip(samples, off, strict=True) if error <= limit]
-        self.cost = fit(kept) if len(kept) < len(samples) else first
+        table = np.concatenate([self._profiled, np.array(self._recent)])
+        first = _fit(table)
+        off = np.abs(table[:, :4] @ dataclasses.astuple(first) / table[:, 4] - 1)
+        kept = off <= max(_ORDINARY, _OUTLIER * float(np.median(off)))
+        self.cost = first if kept.all() else _fit(table[kept])
         return True
 
 
@@ -182,20 +182,26 @@ class LearnedCost:
             self.group = GroupCost(tuple(known))
 
 
-def _features(chunks: Chunks) -> list[float]:
-    return [
-        1.0,
-        float(sum(prefix for prefix, _ in chunks)),
-        float(sum(count for _, count in chunks)),
-        float(sum((2 * prefix + count) * count for prefix, count in chunks)),
-    ]
+def _features(chunks: Chunks) -> tuple[float, float, float, float]:
+    """What the coefficients of a step's cost are multiplied with."""
+    prefixes = counts = pairs = 0
+    for prefix, count in chunks:
+        prefixes += prefix
+        counts += count
+        pairs += (2 * prefix + count) * count
+    return 1.0, float(prefixes), float(counts), float(pairs)
 
 
-def _fit(features: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> StageCost:
+def _table(samples: Sequence[tuple[Chunks, float]]) -> npt.NDArray[np.float64]:
+    """[samples, 5]: the features of each, and its seconds."""
+    return np.array([(*_features(chunks), seconds) for chunks, seconds in samples]).reshape(-1, 5)
+
+
+def _fit(table: npt.NDArray[np.float64]) -> StageCost:
     """Non-negative least squares over 4 columns: of the 15 supports, the one whose solution is not negative and would
     not get better by any column that it leaves out (the Karush-Kuhn-Tucker conditions).
     """
-    scaled = features / seconds[:, None]
+    scaled = table[:, :4] / table[:, 4:]
     # Columns differ by ten orders of magnitude.
     norms = np.linalg.norm(scaled, axis=0)
     norms[norms == 0] = 1.0

@@ -185,20 +185,21 @@ class Leader:
 
     def on_report(self, rank: int, report: worker_pb2.Report) -> None:
         """A worker says something."""
-        if report.HasField("step_done"):
-            self._stage_done(rank // self._tp, report.step_done)
-        elif report.HasField("kv_sent"):
-            now = time.monotonic()
-            for box in report.kv_sent.boxes:
-                self.transfer_seconds += _NEWEST * (box.seconds - self.transfer_seconds)
-                end = now - box.age_seconds
-                self.history.sent(Sent(rank, box, end - box.seconds, end))
-        elif report.HasField("request_failed"):
-            self._request_failed(report.request_failed)
-        elif report.HasField("fetched"):
-            self._fetched(report.fetched.request_id, rank)
-        elif report.HasField("released"):
-            self._released(rank, report.released)
+        match report.WhichOneof("message"):
+            case "step_done":
+                self._stage_done(rank // self._tp, report.step_done)
+            case "kv_sent":
+                now = time.monotonic()
+                for box in report.kv_sent.boxes:
+                    self.transfer_seconds += _NEWEST * (box.seconds - self.transfer_seconds)
+                    end = now - box.age_seconds
+                    self.history.sent(Sent(rank, box, end - box.seconds, end))
+            case "request_failed":
+                self._request_failed(report.request_failed)
+            case "fetched":
+                self._fetched(report.fetched.request_id, rank)
+            case "released":
+                self._released(rank, report.released)
 
     def stop_serving(self, reason: str) -> None:
         """The group cannot go on: every request fails at once. Pages stay as they are; their ranks are gone."""

@@ -243,16 +243,17 @@ class WorkerLinks:
         self.lose(f"the worker process of rank {rank} ended ({how}); its log says why")
 
     def _report(self, rank: int, report: worker_pb2.Report) -> None:
-        if report.HasField("joined"):
-            self._joined[rank] = report.joined
-            self._changed.set()
-        elif report.HasField("ready"):
-            self.ready[rank] = report.ready
-            self._changed.set()
-        elif report.HasField("failed"):
-            self.lose(f"rank {rank}: {report.failed.error}")
-        else:
-            self.on_report(rank, report)
+        match report.WhichOneof("message"):
+            case "joined":
+                self._joined[rank] = report.joined
+                self._changed.set()
+            case "ready":
+                self.ready[rank] = report.ready
+                self._changed.set()
+            case "failed":
+                self.lose(f"rank {rank}: {report.failed.error}")
+            case _:
+                self.on_report(rank, report)
 
     def _close(self) -> None:
         """Nobody joins any more, and whoever leaves may."""

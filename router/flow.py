@@ -19,7 +19,8 @@ from headwater.v1 import router_pb2
 from router import metrics, spans
 from router.answer import Answer, ClientStream
 from router.history import History
-from router.legs import Groups, Legs, Peers
+from router.leg import Groups, Peers
+from router.legs import Legs
 from router.one_leg import OneLeg
 from router.pairing import Alone, Pair, Policies, Size, choose_pair, choose_route
 from router.request import Job, ServedModel, prepare

@@ -19,54 +19,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from headwater.cluster import Deadlines
-from headwater.errors import CapacityError, DeadlinePassed, HeadwaterError, PeerError, PeerUnavailable, StalePeer
+from headwater.errors import CapacityError, HeadwaterError, PeerError, PeerUnavailable, StalePeer
 from headwater.lifecycle import Event, Logger
 from headwater.v1 import common_pb2, decode_pb2, prefill_pb2, router_pb2
 from router import metrics
 from router.answer import Answer
+from router.leg import Groups, Peers, first_response, note_lost
 from router.pairing import Pair, Size
 from router.request import Job
 from router.snapshot import DecodeGroup, Loss, PrefillGroup, Snapshot
 from router.ttft import Timeline
 
 _MOST_ATTEMPTS = 3
-
-
-class Peers(Protocol):
-    """What a flow needs of `router.peers.Peers`."""
-
-    def prefill(
-        self, name: str, request: prefill_pb2.PrefillRequest
-    ) -> contextlib.AbstractAsyncContextManager[AsyncIterator[prefill_pb2.PrefillResponse]]: ...
-
-    def decode(
-        self, name: str, request: decode_pb2.DecodeRequest
-    ) -> contextlib.AbstractAsyncContextManager[AsyncIterator[decode_pb2.DecodeResponse]]: ...
-
-    async def regrant(self, name: str, request: decode_pb2.RegrantRequest) -> common_pb2.Grant: ...
-
-    async def redirect(self, name: str, request: prefill_pb2.RedirectRequest) -> None: ...
-
-
-class Groups(Protocol):
-    """What a flow needs of `router.registry.Registry`."""
-
-    def snapshot(self, blocks: Sequence[int] = ()) -> Snapshot: ...
-
-    def listen(self, listener: Callable[[str], None]) -> None: ...
-
-    def failed(self, name: str, error: HeadwaterError) -> None: ...
-
-    def succeeded(self, name: str) -> None: ...
-
-    def dispatched(
-        self, name: str, num_tokens: int, blocks: Sequence[int] = ()
-    ) -> contextlib.AbstractContextManager[Callable[[], None]]: ...
 
 
 class Legs:
@@ -260,9 +227,7 @@ class Legs:
                 self._log.warning("the KV could not be sent to the same decode node again", error=str(error))
 
     def _note_lost(self, group: PrefillGroup | DecodeGroup, error: PeerError | CapacityError) -> None:
-        self._log.warning("a group does not do its part", group=group.name, error=str(error))
-        self.lost[group.name] = Loss(group.description.epoch if group.description else "", time.monotonic())
-        self._groups.failed(group.name, error)
+        self.lost[group.name] = note_lost(self._groups, group, error, self._log)
 
     def _replacement(self) -> Pair | None:
         """The pair with the lost group replaced; None when nobody can take its place."""
@@ -290,12 +255,7 @@ class Legs:
     async def _grant(
         self, decode: DecodeGroup, events: AsyncIterator[decode_pb2.DecodeResponse], attempt: int
     ) -> common_pb2.Grant:
-        try:
-            async with asyncio.timeout(self._deadlines.reply):
-                first = await anext(events, decode_pb2.DecodeResponse())
-        except TimeoutError:
-            seconds = self._deadlines.reply
-            raise DeadlinePassed(f"decode {decode}: no grant within deadlines.reply = {seconds:g} s.") from None
+        first = await first_response(events, decode, self._deadlines.reply)
         if not first.HasField("grant"):
             raise PeerUnavailable(f"decode {decode} neither granted nor refused the request; see its log.")
         if (first.grant.transfer_id, first.grant.attempt) != (self._transfer_id, attempt):

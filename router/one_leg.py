@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 
 from headwater.cluster import Deadlines
-from headwater.errors import CapacityError, DeadlinePassed, PeerError, PeerUnavailable
+from headwater.errors import CapacityError, PeerError, PeerUnavailable
 from headwater.lifecycle import Event, Logger
 from headwater.v1 import decode_pb2, prefill_pb2, router_pb2
 from router.answer import Answer
-from router.legs import Groups, Peers
+from router.leg import Groups, Peers, first_response, note_lost
 from router.request import Job
 from router.snapshot import DecodeGroup, Loss
 from router.ttft import Timeline
@@ -73,19 +72,11 @@ class OneLeg:
             if self._answer.finished:
                 self._log.warning("the leg failed after the answer was complete", error=str(error))
                 return
-            self._log.warning("a group does not do its part", group=group.name, error=str(error))
-            epoch = group.description.epoch if group.description else ""
-            self.lost[group.name] = Loss(epoch, time.monotonic())
-            self._groups.failed(group.name, error)
+            self.lost[group.name] = note_lost(self._groups, group, error, self._log)
             raise
 
     async def _admitted(self, events: AsyncIterator[decode_pb2.DecodeResponse]) -> None:
-        try:
-            async with asyncio.timeout(self._deadlines.reply):
-                first = await anext(events, decode_pb2.DecodeResponse())
-        except TimeoutError:
-            seconds = self._deadlines.reply
-            raise DeadlinePassed(f"decode {self._group}: no answer within deadlines.reply = {seconds:g} s.") from None
+        first = await first_response(events, self._group, self._deadlines.reply)
         if not first.HasField("admitted"):
             raise PeerUnavailable(f"decode {self._group} neither admitted nor refused the request; see its log.")
         self._timeline.on_admitted()

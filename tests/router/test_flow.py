@@ -259,7 +259,7 @@ def test_decode_that_never_grants_is_given_up_on() -> None:
                 yield FakeDecode.grant(request)
 
             it.decode.script = no_grant
-            with pytest.raises(DeadlinePassed, match="decode d0 at .*: no grant within deadlines.reply = 1 s"):
+            with pytest.raises(DeadlinePassed, match="decode d0 at .*: no answer within deadlines.reply = 1 s"):
                 await it.answer(text_request())
             await it.decode.cancelled.wait()
             assert it.prefill.requests == []

@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,18 +158,22 @@ class Direct:
         return first
 
 
-async def added(client: AsyncClient, direct: Direct, seconds: float) -> dict[str, Any]:
+async def latencies(
+    by_router: Callable[[], Awaitable[float]], directly: Callable[[], Awaitable[float]], seconds: float
+) -> dict[str, float]:
+    """Figures of `added`. Both return the seconds to the first token of one request."""
+    ways = {"router": by_router, "direct": directly}
     for _ in range(50):
-        await by_router(client)
-        await direct.first_token()
-    found: dict[str, list[float]] = {"router": [], "direct": []}
+        for ask in ways.values():
+            await ask()
+    found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(2):
-        for name in found:
+        for name, ask in ways.items():
             tasks = []
             began = time.perf_counter()
             for number in range(int(RATE * seconds / 4)):
                 await asyncio.sleep(max(0.0, began + number / RATE - time.perf_counter()))
-                tasks.append(asyncio.ensure_future(by_router(client) if name == "router" else direct.first_token()))
+                tasks.append(asyncio.ensure_future(ask()))
             found[name] += await asyncio.gather(*tasks)
     base = statistics.median(found["direct"])
     late = sorted(1e3 * (value - base) for value in found["router"])
@@ -182,26 +186,27 @@ async def added(client: AsyncClient, direct: Direct, seconds: float) -> dict[str
     }
 
 
-async def throughput(client: AsyncClient, router: psutil.Process, requests: int) -> dict[str, Any]:
-    """And memory."""
-    left = iter(range(requests))
-
-    async def ask() -> None:
-        for _ in left:
-            await by_router(client)
+async def requests_per_s(
+    by_router: Callable[[], Awaitable[float]], router: psutil.Process, requests: int
+) -> dict[str, float]:
+    """Figures of `throughput` and `memory`."""
 
     async def asked(count: int) -> float:
-        nonlocal left
         left = iter(range(count))
+
+        async def ask() -> None:
+            for _ in left:
+                await by_router()
+
         began = time.perf_counter()
         await asyncio.gather(*(ask() for _ in range(NUM_CLIENTS)))
         return time.perf_counter() - began
 
     await asked(requests // 10)
     before, cpu = router.memory_info().rss, sum(router.cpu_times()[:2])
-    seconds = await asked(requests - requests // 10)
-    cpu = sum(router.cpu_times()[:2]) - cpu
     done = requests - requests // 10
+    seconds = await asked(done)
+    cpu = sum(router.cpu_times()[:2]) - cpu
     return {
         "requests_per_s": round(done / seconds, 1),
         "router_core_share": round(cpu / seconds, 3),
@@ -238,9 +243,9 @@ async def measure(requests: int, seconds: float) -> dict[str, Any]:
         await process.stdout.readline()
         direct = Direct(prefill.address, decode.address)
         async with AsyncClient(f"127.0.0.1:{ports[0]}") as client:
-            numbers = await added(client, direct, seconds)
+            numbers: dict[str, Any] = await latencies(lambda: by_router(client), direct.first_token, seconds)
             numbers |= await streams(client, group)
-            numbers |= await throughput(client, psutil.Process(process.pid), requests)
+            numbers |= await requests_per_s(lambda: by_router(client), psutil.Process(process.pid), requests)
         await direct.close()
     finally:
         process.terminate()

@@ -28,8 +28,8 @@ check "ruff format" ruff format --check .
 check "mypy" mypy
 check "import-linter" lint-imports
 check "buf lint" buf lint proto
-# A file a process, and the long ones, which start clusters, are among the first.
-check "tests" python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# A file a process.
+check "tests" python -m pytest -n 2 --dist loadfile "$@"
 
 if ((${#failed[@]})); then
     printf '\nFAILED:'

@@ -42,10 +42,14 @@ def model_folder() -> Path:
     return Path(os.environ.get("HEADWATER_MODEL") or default)
 
 
+# Ports of one worker of pytest.
+_SHARE = 3_500
+
+
 def _candidates() -> Iterator[int]:
     """Ports below those that a system hands out by itself, and above Mooncake's; each worker of pytest has its own."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw3").removeprefix("gw")) % 4
-    ports = list(range(18_000 + 3_500 * worker, 21_500 + 3_500 * worker))
+    ports = list(range(18_000 + _SHARE * worker, 18_000 + _SHARE * (worker + 1)))
     begin = os.getpid() * 100 % len(ports)
     return itertools.cycle(ports[begin:] + ports[:begin])
 
@@ -57,12 +61,13 @@ def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on now, and nobody else takes soon."""
     with contextlib.ExitStack() as stack:
         found: list[int] = []
-        while len(found) < count:
-            port = next(_PORTS)
+        for port in itertools.islice(_PORTS, _SHARE):
             with contextlib.suppress(OSError):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
                 found.append(port)
-        return found
+            if len(found) == count:
+                return found
+    raise RuntimeError(f"{count} free ports were asked for, and there are {len(found)}")
 
 
 @dataclasses.dataclass(frozen=True)

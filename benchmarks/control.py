@@ -25,6 +25,7 @@ import psutil
 from rich.console import Console
 
 from benchmarks.emulated import POLICIES, START_SECONDS, TOKENS, emulated_cluster, ttft
+from benchmarks.report import processor_seconds
 from headwater.cluster import load_cluster
 from headwater.lifecycle import Event
 from headwater.rpc import open_channel
@@ -81,12 +82,6 @@ def measure_starts(console: Console) -> dict[str, Any]:
 
 
 # --- the leader
-
-
-def processor_seconds(process: psutil.Process) -> float:
-    """Of all threads so far; the scheduler's own count, since ticks are too coarse for a process that sleeps much."""
-    threads = (Path(f"/proc/{process.pid}/task/{thread.id}/schedstat") for thread in process.threads())
-    return sum(int(path.read_text(encoding="ascii").split()[0]) for path in threads) / 1e9
 
 
 class _Ranks:

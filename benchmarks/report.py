@@ -11,6 +11,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 
 def machine() -> dict[str, Any]:
     """The machine that the numbers belong to."""
@@ -39,6 +41,11 @@ def write_json(path: Path, numbers: dict[str, Any]) -> None:
     """The numbers, with the machine under "machine"."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**numbers, "machine": machine()}, indent=2) + "\n", encoding="utf-8")
+
+
+def processor_seconds(process: psutil.Process) -> float:
+    """Of all its threads so far, those that have ended included."""
+    return float(sum(process.cpu_times()[:2]))
 
 
 def _commit() -> str:

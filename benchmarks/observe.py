@@ -39,9 +39,8 @@ import aiohttp
 import psutil
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.report import processor_seconds, write_json
+from benchmarks.report import print_figures, processor_seconds, write_json
 from benchmarks.ttft import cluster_file, prompt
 from headwater import tracing
 from headwater.client import AsyncClient, prompt_request
@@ -217,19 +216,11 @@ def main() -> None:
         rounds = asyncio.run(measure(router, token_ids, processes, 2 * arguments.pairs, console))
         log_seconds = lines_of_a_rank(folder / "pp2.log", 4 * arguments.pairs + 1) * seconds_of_a_line()
     numbers = summary(rounds, arguments.tokens, log_seconds) | {"spans": len(traces.spans)}
-    table = Table(
-        title=f"Watching, {arguments.tokens} tokens in chunks of {arguments.chunk}, {2 * arguments.pairs} rounds"
+    print_figures(
+        f"Watching, {arguments.tokens} tokens in chunks of {arguments.chunk}, {2 * arguments.pairs} rounds",
+        numbers,
+        {"observed_over_plain": "≥ 0.99", "ttft_parts_over_client_worst": "0.98 to 1.02"},
     )
-    table.add_column("figure")
-    table.add_column("measured", justify="right")
-    table.add_column("bound", justify="right")
-    bounds = {
-        "observed_over_plain": "≥ 0.99",
-        "ttft_parts_over_client_worst": "0.98 to 1.02",
-    }
-    for key, value in numbers.items():
-        table.add_row(key, f"{value:g}", bounds.get(key, ""))
-    console.print(table)
     if arguments.json:
         settings = {"tokens": arguments.tokens, "chunk_tokens": arguments.chunk, "rounds": 2 * arguments.pairs}
         seconds = {name: [seen[name].seconds for seen in rounds] for name in ("plain", "observed")}

@@ -1,4 +1,4 @@
-"""What every benchmark says of itself: the machine, the date, the versions, and where the numbers go."""
+"""What every benchmark says: its figures beside their bounds, the machine, the date and the versions."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
+from rich.console import Console
+from rich.table import Table
 
 
 def machine() -> dict[str, Any]:
@@ -41,6 +44,18 @@ def write_json(path: Path, numbers: dict[str, Any]) -> None:
     """The numbers, with the machine under "machine"."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**numbers, "machine": machine()}, indent=2) + "\n", encoding="utf-8")
+
+
+def print_figures(title: str, numbers: Mapping[str, Any], bounds: Mapping[str, str]) -> None:
+    """A table of the numbers, each beside its bound; what is not a number is left out."""
+    table = Table(title=title)
+    table.add_column("figure")
+    table.add_column("measured", justify="right")
+    table.add_column("bound", justify="right")
+    for key, value in numbers.items():
+        if isinstance(value, int | float):
+            table.add_row(key, f"{value:g}", bounds.get(key, ""))
+    Console().print(table)
 
 
 def processor_seconds(process: psutil.Process) -> float:

@@ -28,10 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.report import write_json
+from benchmarks.report import print_figures, write_json
 from headwater.client import AsyncClient, prompt_request
 from headwater.cluster import parse_cluster
 from headwater.rpc import Server, open_channel
@@ -273,10 +271,7 @@ def main() -> None:
         "peak_streams": f"≥ {NUM_STREAMS}",
         "rss_growth_mb": "flat",
     }
-    table = Table("figure", "measured", "bound")
-    for key, value in numbers.items():
-        table.add_row(key, f"{value:g}", bounds.get(key, ""))
-    Console().print(table)
+    print_figures("The router", numbers, bounds)
     if arguments.json:
         write_json(arguments.json, numbers)
 

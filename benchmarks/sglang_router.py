@@ -24,10 +24,8 @@ from typing import Any
 import aiohttp
 import psutil
 from aiohttp import web
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.report import write_json
+from benchmarks.report import print_figures, write_json
 from benchmarks.router import NUM_ANSWER, PROMPT, latencies, requests_per_s
 from tests.harness import free_ports
 
@@ -127,10 +125,7 @@ def main() -> None:
     if importlib.util.find_spec("sglang_router") is None:
         parser.error("sglang_router is not installed: pip install sglang-router==0.3.2")
     numbers = asyncio.run(measure(arguments.requests, arguments.seconds))
-    table = Table("figure of sglang-router", "measured")
-    for key, value in numbers.items():
-        table.add_row(key, f"{value:g}")
-    Console().print(table)
+    print_figures("sglang-router", numbers, {})
     if arguments.json:
         write_json(arguments.json, numbers)
 

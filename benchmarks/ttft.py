@@ -22,9 +22,8 @@ import grpc.aio
 import psutil
 import tokenizers
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.report import write_json
+from benchmarks.report import print_figures, write_json
 from headwater.cluster import Cluster, load_cluster
 from headwater.rpc import open_channel
 from headwater.tokens import pack
@@ -155,16 +154,11 @@ def main() -> None:
             seconds = asyncio.run(measure(load_cluster(path), token_ids, arguments.runs, console))
             leader_rss_mb = psutil.Process(supervisor.children["pp2"].pid).memory_info().rss / 1e6
     numbers = summary(seconds, arguments.tokens, leader_rss_mb)
-    table = Table(
-        title=f"TTFT, {arguments.tokens} tokens in chunks of {arguments.chunk}, median of {arguments.runs} rounds"
+    print_figures(
+        f"TTFT, {arguments.tokens} tokens in chunks of {arguments.chunk}, median of {arguments.runs} rounds",
+        numbers,
+        {"pp2_over_pp1": "≥ 1.55", "streaming_over_none": "≤ 1.05", "leader_rss_mb": "≤ 150"},
     )
-    table.add_column("figure")
-    table.add_column("measured", justify="right")
-    table.add_column("bound", justify="right")
-    bounds = {"pp2_over_pp1": "≥ 1.55", "streaming_over_none": "≤ 1.05", "leader_rss_mb": "≤ 150"}
-    for key, value in numbers.items():
-        table.add_row(key, f"{value:g}", bounds.get(key, ""))
-    console.print(table)
     if arguments.json:
         settings = {"tokens": arguments.tokens, "chunk_tokens": arguments.chunk, "runs": arguments.runs}
         write_json(arguments.json, {**numbers, **settings, "seconds": seconds})

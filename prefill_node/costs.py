@@ -58,7 +58,12 @@ class StageCost:
         )
 
     def step_seconds(self, chunks: Chunks) -> float:
-        return self.base + sum(self.seconds(prefix, count) - self.base for prefix, count in chunks)
+        return self.of_features(_features(chunks))
+
+    def of_features(self, features: tuple[float, float, float, float]) -> float:
+        """Of a step with these `_features`."""
+        steps, prefixes, counts, pairs = features
+        return self.base * steps + self.per_prefix_token * prefixes + self.per_token * counts + self.per_pair * pairs
 
     def scaled(self, factor: float) -> StageCost:
         return StageCost(*(factor * value for value in dataclasses.astuple(self)))
@@ -135,9 +140,10 @@ class OnlineCost:
 
     def add(self, chunks: Chunks, seconds: float) -> bool:
         """A step took `seconds`. Returns whether the cost has changed."""
+        features = _features(chunks)
         if self.cost is not None:
-            self.error = abs(self.cost.step_seconds(chunks) - seconds) / seconds
-        self._recent.append((*_features(chunks), seconds))
+            self.error = abs(self.cost.of_features(features) - seconds) / seconds
+        self._recent.append((*features, seconds))
         self._new += 1
         if self.cost is not None and self._new < min(_REFIT_EVERY, -(-len(self._recent) // 2)):
             return False

@@ -136,10 +136,12 @@ class Leader:
             PeerUnavailable: the group does not serve, or stopped serving.
             TransferFailed, PeerError: the KV could not be delivered.
         """
-        self._check(request)
+        # Every access copies them.
+        tokens = request.tokens
+        self._check(request, tokens)
         accepted = Request(
             request_id=request.request_id,
-            tokens=request.tokens,
+            tokens=tokens,
             sampling=request.sampling,
             grant=request.grant if request.HasField("grant") else None,
             priority=request.priority,
@@ -212,17 +214,17 @@ class Leader:
             caller.error = caller.error or PeerUnavailable(f"the prefill group stopped serving: {reason}.")
             caller.events.put_nowait(None)
 
-    def _check(self, request: prefill_pb2.PrefillRequest) -> None:
+    def _check(self, request: prefill_pb2.PrefillRequest, tokens: bytes) -> None:
         if self.not_serving:
             raise PeerUnavailable(f"the prefill group is not serving: {self.not_serving}.")
         if not request.request_id:
             raise InvalidRequest("request_id is empty; give each request its own.")
-        num_tokens, beside = divmod(len(request.tokens), TOKEN_BYTES)
-        if not request.tokens or beside:
+        num_tokens, beside = divmod(len(tokens), TOKEN_BYTES)
+        if not tokens or beside:
             raise InvalidRequest(
-                f"the prompt has {len(request.tokens)} bytes; give at least one token, each of {TOKEN_BYTES} bytes."
+                f"the prompt has {len(tokens)} bytes; give at least one token, each of {TOKEN_BYTES} bytes."
             )
-        largest = int(np.frombuffer(request.tokens, "<u4").max())
+        largest = int(np.frombuffer(tokens, "<u4").max())
         if largest >= self._geometry.vocab_size:
             raise InvalidRequest(
                 f"token id {largest} is out of the vocabulary (0 to {self._geometry.vocab_size - 1}). "

@@ -19,9 +19,10 @@ shared, because it has been through the element type of another group; nor is wh
 the highest priority, and there to the request with the least work left, where a second of waiting counts as a second of
 work less; but whoever has waited for `max_wait` goes before all. Pages are given out by the same rule.
 
-*Stages.* A step is planned when the first stage has room for it, and given to each further stage when that one has:
-`1 + look_ahead` steps that it has not computed. What is decided meanwhile counts: the chunks of a cancelled request are
-void for every stage that does not have them yet.
+*Stages.* A step is planned when the first stage has room for it: `1 + look_ahead` steps that it has not computed. Each
+further stage gets steps when it has room, and then one more than that if there is one: two steps in one message cost
+little more than one. What is decided meanwhile counts: the chunks of a cancelled request are void for every stage that
+does not have them yet.
 """
 
 from __future__ import annotations
@@ -275,8 +276,9 @@ class Scheduler:
             self._in_flight.append(self._next_step(now))
             entries.append(self._give(0))
         for stage in range(1, self._num_stages):
-            while self._given[stage] < self._given[stage - 1] and self._has_room(stage):
-                entries.append(self._give(stage))
+            if self._has_room(stage):
+                most = min(self._given[stage - 1], self._done[stage] + self.limits.look_ahead + 2)
+                entries += [self._give(stage) for _ in range(most - self._given[stage])]
         return entries
 
     def step_done(self, stage: int, sequence: int) -> list[worker_pb2.Chunk]:

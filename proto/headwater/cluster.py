@@ -89,7 +89,7 @@ class Prefill(Struct, frozen=True, forbid_unknown_fields=True):
     # How far "dynamic" follows the measured cost: 0 not at all, 1 all the way.
     chunk_smoothing: Annotated[float, Meta(ge=0, le=1)] = 0.75
     # Steps that a stage has beyond the one it computes; pp · (1 + look_ahead) are under way at most. A cancelled
-    # request may cost each stage as many.
+    # request may cost the first stage as many, and each other one more.
     look_ahead: Annotated[int, Meta(ge=0, le=16)] = 1
     # Seconds without a chunk after which a request goes before all others.
     max_wait: Seconds = 10.0

@@ -1,6 +1,6 @@
 """What watching costs, and whether the parts of TTFT add up to what a client measures.
 
-    python -m benchmarks.observe [--tokens 4096] [--chunk 512] [--pairs 4] [--json FILE]
+    python -m benchmarks.observe [--tokens 2048] [--chunk 256] [--pairs 60] [--json FILE]
 
 One cluster (router, PP2 pinned to two cores, decode node), because two equal ones differ by more than what is measured
 here. Requests with the same prompt take turns: one is watched, which means that every process's metrics are read as
@@ -12,8 +12,9 @@ watching_share: what watching takes of the two cores' time. Threads that compute
     one. Log lines cannot be switched while a process runs, so all requests write them, and they are counted: lines of
     the rank that writes most, times what a line takes. All of it is on the ranks' own cores here. A stage that is held
     up holds up the others, so tokens/s can lose more than this.
-observed_over_plain: tokens/s. The geometric mean of two rounds with opposite orders, and the median of such pairs.
-    Where equal runs differ by several percent, as on shared machines, a few pairs cannot show one.
+observed_over_plain: tokens/s. The geometric mean of two rounds with opposite orders, and the median of such pairs, with
+    the 95 % interval of that median (by the sign test, so nothing is assumed of how runs differ). Where equal runs
+    differ by several percent, as on shared machines, it takes some 60 pairs to show one: half an hour.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import dataclasses
 import json
 import math
 import os
+import random
 import secrets
 import statistics
 import subprocess
@@ -114,6 +116,8 @@ async def watched(router: str) -> AsyncIterator[None]:
 
 
 async def _scrape(session: aiohttp.ClientSession, targets: list[str]) -> None:
+    # A request may last no longer than this: each would begin with a reading.
+    await asyncio.sleep(random.uniform(0, _SCRAPE_SECONDS))
     while True:
         for target in targets:
             async with session.get(f"http://{target}/metrics") as answer:
@@ -180,13 +184,17 @@ def summary(rounds: list[dict[str, Run]], num_tokens: int, log_seconds: float) -
     ratios = [seen["plain"].seconds / seen["observed"].seconds for seen in rounds]
     seconds = statistics.median(run.seconds for run in every)
     watching = statistics.median(seen["observed"].beside - seen["plain"].beside for seen in rounds)
-    pairs = [math.sqrt(one * other) for one, other in zip(ratios[::2], ratios[1::2], strict=True)]
+    pairs = sorted(math.sqrt(one * other) for one, other in zip(ratios[::2], ratios[1::2], strict=True))
+    # Fewer than 2.5 % of samples have so few values on either side of the true median.
+    outside = max(0, math.floor((len(pairs) - 1.96 * math.sqrt(len(pairs))) / 2))
     return {
         "plain_tokens_per_s": round(speeds["plain"], 1),
         "observed_tokens_per_s": round(speeds["observed"], 1),
         "watching_share": round(watching / seconds / _CORES + log_seconds / seconds, 5),
         "watching_share_of_logs": round(log_seconds / seconds, 5),
         "observed_over_plain": round(statistics.median(pairs), 4),
+        "observed_over_plain_low": round(pairs[outside], 4),
+        "observed_over_plain_high": round(pairs[-1 - outside], 4),
         "ttft_parts_over_client_median": round(statistics.median(run.ttft.total / run.seconds for run in every), 4),
         "ttft_parts_over_client_worst": round(
             min((run.ttft.total / run.seconds for run in every), key=lambda ratio: -abs(1 - ratio)), 4
@@ -196,9 +204,9 @@ def summary(rounds: list[dict[str, Run]], num_tokens: int, log_seconds: float) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.observe", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--chunk", type=int, default=512)
-    parser.add_argument("--pairs", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     console = Console()

@@ -6,7 +6,7 @@ import importlib.metadata
 import platform
 from collections.abc import Mapping
 
-from prometheus_client import Info, start_http_server
+from prometheus_client import Info, make_wsgi_app, start_http_server
 
 from headwater.errors import InvalidConfig
 from headwater.security import credentials
@@ -43,6 +43,8 @@ class MetricsServer:
                 client_cafile=own.ca if own.mutual else None,
                 client_auth_required=own.mutual,
             )
+            # Readers ask for gzip, which would take time from computing to save a few dozen kilobytes.
+            self._server.set_app(make_wsgi_app(disable_compression=True))
         except OSError as error:
             raise InvalidConfig(
                 f"cannot serve metrics on {host}:{port}: {error.strerror or error}. "

@@ -185,8 +185,8 @@ def summary(rounds: list[dict[str, Run]], num_tokens: int, log_seconds: float) -
     seconds = statistics.median(run.seconds for run in every)
     watching = statistics.median(seen["observed"].beside - seen["plain"].beside for seen in rounds)
     pairs = sorted(math.sqrt(one * other) for one, other in zip(ratios[::2], ratios[1::2], strict=True))
-    # Fewer than 2.5 % of samples have so few values on either side of the true median.
-    outside = max(0, math.floor((len(pairs) - 1.96 * math.sqrt(len(pairs))) / 2))
+    # No more values than these are on the one side of the true median in 2.5 % of samples.
+    outside = max(0, math.floor((len(pairs) - 1.96 * math.sqrt(len(pairs))) / 2) - 1)
     return {
         "plain_tokens_per_s": round(speeds["plain"], 1),
         "observed_tokens_per_s": round(speeds["observed"], 1),

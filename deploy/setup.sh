@@ -47,14 +47,20 @@ has_library() {
     return 1
 }
 
-# Mooncake does not import without its libraries, not even for TCP.
+# Mooncake does not import without its libraries, not even for TCP. The tests also run it over Soft-RoCE (tests/rdma).
 missing_packages() {
-    local python=$1 index
+    local python=$1 mode=$2 index
     for index in "${!LIBRARIES[@]}"; do
         has_library "${LIBRARIES[$index]}" || echo "${LIBRARY_PACKAGES[$index]}"
     done
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
         "$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'
+    if [[ $mode == dev ]]; then
+        [[ -e /etc/libibverbs.d/rxe.driver ]] || echo ibverbs-providers
+        PATH=$PATH:/usr/sbin:/sbin command -v rdma >/dev/null || echo iproute2
+        command -v gcc >/dev/null || echo gcc
+        [[ -e /usr/include/stdio.h ]] || echo libc6-dev
+    fi
 }
 
 install_packages() {
@@ -137,7 +143,7 @@ main() {
 
     python=$(find_python)
     local -a missing
-    mapfile -t missing < <(missing_packages "$python")
+    mapfile -t missing < <(missing_packages "$python" "$mode")
     if ((${#missing[@]})); then install_packages "${missing[@]}"; fi
 
     local -a enough=(dev)

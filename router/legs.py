@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 from headwater.cluster import Deadlines
 from headwater.errors import CapacityError, HeadwaterError, PeerError, PeerUnavailable, StalePeer
@@ -99,10 +100,9 @@ class Legs:
                 deadline="deadlines.stop",
                 seconds=self._deadlines.stop,
             )
-        except (HeadwaterError, BaseExceptionGroup) as raised:
-            error = _cause(raised)
-            if not (self._answer.finished and isinstance(error, HeadwaterError)):
-                raise error from None
+        except HeadwaterError as error:
+            if not self._answer.finished:
+                raise
             self._log.warning("a leg failed after the answer was complete", error=str(error))
 
     async def _run(self) -> None:
@@ -114,11 +114,23 @@ class Legs:
             await self._prefill(self._pair.prefill, None)
             return
         granted: asyncio.Future[common_pb2.Grant] = asyncio.get_running_loop().create_future()
-        async with asyncio.TaskGroup() as legs:
-            legs.create_task(self._decode_leg(decode, granted))
-            grant = await granted
-            self._admitted()
-            legs.create_task(self._prefill_leg(grant))
+        legs = [asyncio.create_task(self._decode_leg(decode, granted))]
+        # Not a TaskGroup: when one of its tasks fails as it is cancelled, it forgets that it was (Python before 3.13).
+        try:
+            first: set[asyncio.Future[Any]] = {legs[0], granted}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if granted.done():
+                self._admitted()
+                legs.append(asyncio.create_task(self._prefill_leg(granted.result())))
+            await asyncio.wait(legs, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for leg in legs:
+                leg.cancel()
+            ended = await asyncio.gather(*legs, return_exceptions=True)
+        errors = [error for error in ended if isinstance(error, Exception)]
+        if errors:
+            # A defect before a typed error.
+            raise next((error for error in errors if not isinstance(error, HeadwaterError)), errors[0])
 
     async def _prefill_leg(self, grant: common_pb2.Grant) -> None:
         """Prefill, by one group after the other if need be."""
@@ -345,11 +357,3 @@ def _or_raise(error: PeerError | CapacityError) -> Iterator[None]:
         yield
     except (PeerError, CapacityError) as second:
         raise error from second
-
-
-def _cause(raised: BaseException) -> BaseException:
-    """What made a task group end: a defect before a typed error, and the first of several."""
-    if not isinstance(raised, BaseExceptionGroup):
-        return raised
-    causes = [_cause(member) for member in raised.exceptions]
-    return next((cause for cause in causes if not isinstance(cause, HeadwaterError)), causes[0])

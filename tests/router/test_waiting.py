@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable
 
 import pytest
 from prometheus_client import REGISTRY
 
-from headwater.errors import CapacityError, GeometryMismatch, InvalidRequest, PeerUnavailable, RequestCancelled
+from headwater.errors import (
+    CapacityError,
+    GeometryMismatch,
+    InvalidRequest,
+    PeerUnavailable,
+    RequestCancelled,
+)
 from headwater.v1 import decode_pb2, prefill_pb2, router_pb2
+from router.peers import Peers
 from router.snapshot import State
 from tests.router.fakes import PATIENCE_SECONDS, FakeDecode, FakePrefill, Site, kinds, site, text_request
 
@@ -223,6 +231,29 @@ def test_s20_cancel_and_a_client_that_leaves_give_up_the_place_at_once() -> None
             places.let_go.release()
             assert tokens(await first) == ANSWER
             assert len(places.had) == 1
+
+    asyncio.run(run())
+
+
+def test_s20_a_cancel_in_the_moment_of_a_refusal_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    flows: list[asyncio.Task[None]] = []
+
+    @contextlib.asynccontextmanager
+    async def refuse(_: Peers, name: str, request: decode_pb2.DecodeRequest) -> AsyncGenerator[None, None]:
+        flows.extend(task for task in asyncio.all_tasks() if "Flow.run" in repr(task.get_coro()))
+        flows[0].cancel()
+        raise CapacityError("d0 is full")
+        yield
+
+    async def run() -> None:
+        async with site(ANSWER, 1, pair_seconds=PATIENCE_SECONDS) as it:
+            monkeypatch.setattr(Peers, "decode", refuse)
+            asking = asyncio.ensure_future(it.answer(text_request()))
+            await until(lambda: len(flows) > 0 and flows[0].done())
+            assert (len(flows), flows[0].cancelled(), waiting()) == (1, True, 0)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
 
     asyncio.run(run())
 

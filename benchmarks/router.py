@@ -3,7 +3,7 @@
     python -m benchmarks.router [--requests 100000] [--seconds 20] [--json FILE]
 
 One core for the router process; groups and clients share another. Every request has a prompt of 48 token ids and an
-answer of 4 tokens, which is 7 messages to the client and 10 from the two groups.
+answer of 4 tokens, which is 6 messages to the client and 9 from the two groups.
 
 added: 200 requests a second, at even distances, by the router and directly in turn. Directly: a client opens Decode,
     has the grant, opens Prefill and has the first token. What the router adds is the difference to the median of that.
@@ -53,7 +53,6 @@ class Prefill(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.PrefillRequest, context: object
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         yield prefill_pb2.PrefillResponse(scheduled=prefill_pb2.PrefillScheduled(num_chunks=1))
-        yield prefill_pb2.PrefillResponse(chunk_done=prefill_pb2.ChunkDone(token_end=len(PROMPT)))
         yield prefill_pb2.PrefillResponse(first_token=prefill_pb2.FirstToken(token_id=5))
         yield prefill_pb2.PrefillResponse(completed=prefill_pb2.PrefillCompleted())
 

@@ -56,7 +56,7 @@ class Answer:
         await self._client.send(router_pb2.GenerateResponse(accepted=accepted))
 
     async def progress(self, tokens_done: int) -> None:
-        """Another chunk has left the last stage."""
+        """So much of the prompt has left the last stage."""
         self.record.progress(tokens_done)
         progress = router_pb2.Progress(tokens_done=tokens_done, tokens_total=self._job.num_tokens)
         await self._client.send(router_pb2.GenerateResponse(progress=progress))
@@ -64,6 +64,7 @@ class Answer:
     async def first_token(self, sampled: prefill_pb2.FirstToken) -> None:
         """Prefill has sampled the first token: it goes out at once."""
         self._timeline.first_token = time.monotonic()
+        self.record.progress(self._job.num_tokens)
         await self._send_token(sampled.token_id)
         self._ttft = self._timeline.parts(sampled, sent=self._last_token_at)
         self.record.first_token(self._ttft)

@@ -34,7 +34,7 @@ async def run_generate(address: str, request: router_pb2.GenerateRequest, *, as_
                     case "progress":
                         bar.advance(response.progress)
                     case "token":
-                        bar.stop()
+                        bar.end()
                 _show(answer.add(response), shown=not as_json)
     if as_json:
         sys.stdout.write(json.dumps(_as_dict(answer), ensure_ascii=False) + "\n")
@@ -72,13 +72,13 @@ class _Bar:
             TextColumn("prefill"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("tokens, chunk {task.fields[chunk]} of {task.fields[chunks]}"),
+            TextColumn("tokens"),
             TimeElapsedColumn(),
             # Also when standard error is a file: whoever asks for a bar gets one.
             console=Console(stderr=True, force_terminal=shown or None),
             disable=not shown,
         )
-        self._task = self._progress.add_task("prefill", total=None, chunk=0, chunks=0)
+        self._task = self._progress.add_task("prefill", total=None)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -88,15 +88,14 @@ class _Bar:
         self._progress.stop()
 
     def begin(self, accepted: router_pb2.Accepted) -> None:
-        self._progress.update(
-            self._task, total=accepted.num_prompt_tokens, chunks=accepted.num_chunks, completed=0, chunk=0
-        )
+        self._progress.update(self._task, total=accepted.num_prompt_tokens, completed=0)
 
     def advance(self, done: router_pb2.Progress) -> None:
-        chunk = self._progress.tasks[0].fields["chunk"] + 1
-        self._progress.update(self._task, completed=done.tokens_done, chunk=chunk)
+        self._progress.update(self._task, completed=done.tokens_done)
 
-    def stop(self) -> None:
+    def end(self) -> None:
+        """The first token is there."""
+        self._progress.update(self._task, completed=self._progress.tasks[0].total)
         self._progress.stop()
 
 

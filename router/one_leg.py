@@ -99,7 +99,6 @@ class OneLeg:
             match event.WhichOneof("event"):
                 case "prompt_computed":
                     computed = event.prompt_computed
-                    await self._answer.progress(self._job.num_tokens)
                     await self._answer.first_token(
                         prefill_pb2.FirstToken(
                             token_id=computed.token_id,

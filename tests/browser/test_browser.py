@@ -58,7 +58,7 @@ class SlowPrefill:
     async def script(self, request: prefill_pb2.PrefillRequest) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         trace, done = self.trace(request.request_id), 0
         async for response in self.group.until_first_token(request):
-            if response.HasField("chunk_done"):
+            if response.HasField("chunk_done") or response.HasField("first_token"):
                 await self.chunks.acquire()
                 self.remember(trace, request.request_id, done)
                 done += 1

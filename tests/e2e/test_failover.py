@@ -50,8 +50,18 @@ def ask_and_kill(site: Site, prompt: list[int], victim: Callable[[router_pb2.Acc
     """
 
     async def run() -> tuple[list[int], str]:
-        accepted, tokens, killed = router_pb2.Accepted(), [], False
-        async with open_channel(site.router) as channel:
+        accepted, tokens = router_pb2.Accepted(), []
+
+        async def kill() -> None:
+            log = site.folder / f"{accepted.decode_group}.log"
+            while True:
+                receipts = events(log, event="chunk_landed", transfer=accepted.transfer_id)
+                if {entry["rank"] for entry in receipts} == {0, 1}:
+                    os.kill(victim(accepted), signal.SIGKILL)
+                    return
+                await asyncio.sleep(0.01)
+
+        async with open_channel(site.router) as channel, asyncio.TaskGroup() as killing:
             ids = router_pb2.TokenIds(ids=prompt)
             call = router_pb2_grpc.RouterServiceStub(channel).Generate(
                 router_pb2.GenerateRequest(token_ids=ids, max_tokens=NUM_ANSWER, ignore_eos=True)
@@ -59,15 +69,9 @@ def ask_and_kill(site: Site, prompt: list[int], victim: Callable[[router_pb2.Acc
             async for response in call:
                 if response.HasField("accepted"):
                     accepted = response.accepted
+                    killing.create_task(kill())
                 elif response.HasField("token"):
                     tokens.append(response.token.id)
-                elif response.HasField("progress") and not killed:
-                    log = site.folder / f"{accepted.decode_group}.log"
-                    receipts = events(log, event="chunk_landed", transfer=accepted.transfer_id)
-                    if {entry["rank"] for entry in receipts} == {0, 1}:
-                        killed = True
-                        os.kill(victim(accepted), signal.SIGKILL)
-        assert killed
         return tokens, accepted.request_id
 
     return asyncio.run(run())

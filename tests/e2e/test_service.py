@@ -99,9 +99,11 @@ def test_the_first_receipt_is_there_long_before_the_last_chunk_starts(service: S
     assert committed["num_bytes"] == 640 * 30 * 3 * 2 * 64 * 4
 
 
-def test_a_client_sees_every_chunk_then_tokens_then_the_parts_of_ttft(service: Service, prompt: list[int]) -> None:
+def test_a_client_sees_progress_then_tokens_then_the_parts_of_ttft(service: Service, prompt: list[int]) -> None:
     answer = asyncio.run(ask(service.router, prompt, 4))
-    assert answer.kinds == ["accepted", *["progress"] * 10, *["token"] * 4, "finished"]
+    assert [kind for kind in answer.kinds if kind != "progress"] == ["accepted", *["token"] * 4, "finished"]
+    # The first chunk is told of at once, the last one not; how many others are is a matter of time.
+    assert 1 <= answer.kinds.index("token") - 1 <= 9
     ttft = answer.finished.ttft
     parts = [getattr(ttft, name) for name in PARTS]
     assert sum(parts) == pytest.approx(ttft.total, abs=1e-9)

@@ -198,7 +198,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
         num_tokens = len(unpack(request.tokens))
         ends = [*range(CHUNK_TOKENS, num_tokens, CHUNK_TOKENS), num_tokens]
         yield prefill_pb2.PrefillResponse(scheduled=prefill_pb2.PrefillScheduled(num_chunks=len(ends)))
-        for end in ends:
+        for end in ends[:-1]:
             yield prefill_pb2.PrefillResponse(chunk_done=prefill_pb2.ChunkDone(token_end=end))
         first_token = prefill_pb2.FirstToken(
             token_id=self.answer[0], queue_seconds=0.001, compute_seconds=0.003, bubble_seconds=0.002

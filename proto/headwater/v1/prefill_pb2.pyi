@@ -119,7 +119,9 @@ Global___PrefillScheduled: _TypeAlias = PrefillScheduled  # noqa: Y015
 
 @_typing.final
 class ChunkDone(_message.Message):
-    """The last stage has computed tokens up to token_end."""
+    """The last stage has computed tokens up to token_end. Comes a few times a second at most, and not for the last chunk,
+    whose FirstToken says the same.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

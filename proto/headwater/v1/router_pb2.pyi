@@ -265,7 +265,7 @@ Global___Accepted: _TypeAlias = Accepted  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
-    """One more chunk has left the last stage."""
+    """So much of the prompt has left the last stage. Comes a few times a second at most; the first token says that it is all."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

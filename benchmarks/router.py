@@ -9,6 +9,8 @@ added: 200 requests a second, at even distances, by the router and directly in t
     has the grant, opens Prefill and has the first token. What the router adds is the difference to the median of that.
 throughput: as many requests as 64 clients can ask one after the other, and what a request costs the router's core.
     The clients and the groups are Python on one core, too: where they are the limit, the second number says more.
+relay: the same for a process that makes the same calls and passes the same messages on, and does nothing else: what
+    gRPC's asyncio leaves to a router.
 streams: 2,000 requests under way at once: the decode group ends none before it has all.
 memory: the router's resident set, from after the first tenth of --requests to the end.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import statistics
@@ -32,9 +35,18 @@ import psutil
 from benchmarks.report import print_figures, write_json
 from headwater.client import AsyncClient, prompt_request
 from headwater.cluster import parse_cluster
+from headwater.lifecycle import configure_logging
 from headwater.rpc import Server, open_channel
 from headwater.tokens import pack
-from headwater.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, router_pb2
+from headwater.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    router_pb2,
+    router_pb2_grpc,
+)
 from router.server import running_router
 from tests.harness import free_ports
 from tests.router.fakes import tiny_geometry, tiny_model
@@ -100,16 +112,53 @@ class Decode(decode_pb2_grpc.DecodeServiceServicer):
         )
 
 
-async def serve_router(ports: list[int]) -> None:
-    """The router process."""
+class Relay(router_pb2_grpc.RouterServiceServicer):
+    """Opens both legs and passes on what they say, for one client's request like for every other's."""
+
+    def __init__(self, prefill: str, decode: str) -> None:
+        self._prefill = prefill_pb2_grpc.PrefillServiceStub(open_channel(prefill))
+        self._decode = decode_pb2_grpc.DecodeServiceStub(open_channel(decode))
+
+    async def Generate(  # noqa: N802 - gRPC's name
+        self, request: router_pb2.GenerateRequest, context: object
+    ) -> AsyncIterator[router_pb2.GenerateResponse]:
+        decoding = aiter(self._decode.Decode(decode_pb2.DecodeRequest(transfer_id="t", attempt=1)))
+        await anext(decoding)
+        prefilling = self._prefill.Prefill(prefill_pb2.PrefillRequest(request_id="r", tokens=pack(PROMPT)))
+        yield router_pb2.GenerateResponse(accepted=router_pb2.Accepted())
+        async for prefilled in prefilling:
+            if prefilled.HasField("first_token"):
+                yield router_pb2.GenerateResponse(token=router_pb2.Token(id=prefilled.first_token.token_id))
+        async for decoded in decoding:
+            if decoded.HasField("token"):
+                yield router_pb2.GenerateResponse(token=router_pb2.Token(id=decoded.token.token_id))
+        yield router_pb2.GenerateResponse(finished=router_pb2.Finished())
+
+
+async def serve(role: str, ports: list[int]) -> None:
+    """The process that is measured, on a core of its own: a router with all that it logs, or a relay.
+
+    Args:
+        ports: its own, the prefill group's, the decode group's.
+    """
     os.sched_setaffinity(0, {0})
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    if role == "relay":
+        server = Server(f"127.0.0.1:{ports[0]}", [])
+        relay = Relay(f"127.0.0.1:{ports[1]}", f"127.0.0.1:{ports[2]}")
+        router_pb2_grpc.add_RouterServiceServicer_to_server(relay, server.grpc_server)
+        await server.start()
+        print("serving", flush=True)
+        await stop.wait()
+        await server.stop(0)
+        return
     cluster = parse_cluster(
         f'[model]\npath = "unused"\n[router]\naddress = "127.0.0.1:{ports[0]}"\n'
         f'[[prefill]]\nname = "p"\naddress = "127.0.0.1:{ports[1]}"\n'
         f'[[decode]]\nname = "d"\naddress = "127.0.0.1:{ports[2]}"\n'
     )
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    configure_logging(cluster.router.name, cluster.log_level, form=cluster.log_format)
     async with running_router(cluster, tiny_model()):
         print("serving", flush=True)
         await stop.wait()
@@ -183,7 +232,7 @@ async def latencies(
     }
 
 
-async def requests_per_s(
+async def throughput(
     by_router: Callable[[], Awaitable[float]], router: psutil.Process, requests: int
 ) -> dict[str, float]:
     """Figures of `throughput` and `memory`."""
@@ -223,30 +272,55 @@ async def streams(client: AsyncClient, decode: Decode) -> dict[str, Any]:
     return {"peak_streams": decode.held}
 
 
+@contextlib.asynccontextmanager
+async def measured(role: str, groups: list[str]) -> AsyncIterator[tuple[AsyncClient, psutil.Process]]:
+    """A client of a process that is measured, and that process.
+
+    Args:
+        groups: where prefill and decode listen.
+    """
+    ports = [free_ports(1)[0], *(int(address.rpartition(":")[2]) for address in groups)]
+    command = [sys.executable, "-m", "benchmarks.router", "--serve", role, *map(str, ports)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        assert process.stdout is not None
+        if not await process.stdout.readline():
+            raise RuntimeError(f"the {role} did not start: run `{' '.join(command)}` to see why.")
+        async with AsyncClient(f"127.0.0.1:{ports[0]}") as client:
+            yield client, psutil.Process(process.pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+async def relayed(groups: list[str], requests: int) -> float:
+    """Requests a second of a relay's core."""
+    async with measured("relay", groups) as (client, relay):
+        return (await throughput(lambda: by_router(client), relay, requests))["requests_per_s_of_router_core"]
+
+
 async def measure(requests: int, seconds: float) -> dict[str, Any]:
     os.sched_setaffinity(0, {1})
-    ports = free_ports(3)
-    prefill = Server(f"127.0.0.1:{ports[1]}", [])
-    decode = Server(f"127.0.0.1:{ports[2]}", [])
+    prefill, decode = Server("127.0.0.1:0", []), Server("127.0.0.1:0", [])
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(Prefill(), prefill.grpc_server)
     group = Decode()
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(group, decode.grpc_server)
     await prefill.start()
     await decode.start()
-    command = [sys.executable, "-m", "benchmarks.router", "--router", *map(str, ports)]
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    groups = [prefill.address, decode.address]
+    direct = Direct(*groups)
     try:
-        assert process.stdout is not None
-        await process.stdout.readline()
-        direct = Direct(prefill.address, decode.address)
-        async with AsyncClient(f"127.0.0.1:{ports[0]}") as client:
+        async with measured("router", groups) as (client, router):
             numbers: dict[str, Any] = await latencies(lambda: by_router(client), direct.first_token, seconds)
             numbers |= await streams(client, group)
-            numbers |= await requests_per_s(lambda: by_router(client), psutil.Process(process.pid), requests)
-        await direct.close()
+            # The machine's speed changes within minutes: a relay before, and one after.
+            before = await relayed(groups, requests // 10)
+            numbers |= await throughput(lambda: by_router(client), router, requests)
+            after = await relayed(groups, requests // 10)
+            numbers["relay_requests_per_s_of_core"] = round((before + after) / 2, 1)
     finally:
-        process.terminate()
-        await process.wait()
+        await direct.close()
         await prefill.stop(0)
         await decode.stop(0)
     return numbers
@@ -257,10 +331,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seconds", type=float, default=20.0, help="of added")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--router", type=int, nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.router:
-        asyncio.run(serve_router(arguments.router))
+    if arguments.serve:
+        role, *ports = arguments.serve
+        asyncio.run(serve(role, [int(port) for port in ports]))
         return
     numbers = asyncio.run(measure(arguments.requests, arguments.seconds))
     bounds = {

@@ -26,7 +26,7 @@ import psutil
 from aiohttp import web
 
 from benchmarks.report import print_figures, write_json
-from benchmarks.router import NUM_ANSWER, PROMPT, latencies, requests_per_s
+from benchmarks.router import NUM_ANSWER, PROMPT, latencies, throughput
 from tests.harness import free_ports
 
 _START_SECONDS = 60
@@ -107,7 +107,7 @@ async def measure(requests: int, seconds: float) -> dict[str, Any]:
             numbers = await latencies(
                 lambda: _ask(session, router), lambda: _ask_both(session, prefill, decode), seconds
             )
-            numbers |= await requests_per_s(lambda: _ask(session, router), psutil.Process(process.pid), requests)
+            numbers |= await throughput(lambda: _ask(session, router), psutil.Process(process.pid), requests)
     finally:
         process.terminate()
         await process.wait()

@@ -9,10 +9,10 @@ added: 200 requests a second, at even distances, by the router and directly in t
     has the grant, opens Prefill and has the first token. What the router adds is the difference to the median of that.
 throughput: as many requests as 64 clients can ask one after the other, and what a request costs the router's core.
     The clients and the groups are Python on one core, too: where they are the limit, the second number says more.
+memory: the router's resident set, from after the first tenth of --requests to the end.
 relay: the same for a process that makes the same calls and passes the same messages on, and does nothing else: what
     gRPC's asyncio leaves to a router.
 streams: 2,000 requests under way at once: the decode group ends none before it has all.
-memory: the router's resident set, from after the first tenth of --requests to the end.
 """
 
 from __future__ import annotations
@@ -313,12 +313,13 @@ async def measure(requests: int, seconds: float) -> dict[str, Any]:
     try:
         async with measured("router", groups) as (client, router):
             numbers: dict[str, Any] = await latencies(lambda: by_router(client), direct.first_token, seconds)
-            numbers |= await streams(client, group)
             # The machine's speed changes within minutes: a relay before, and one after.
             before = await relayed(groups, requests // 10)
             numbers |= await throughput(lambda: by_router(client), router, requests)
             after = await relayed(groups, requests // 10)
             numbers["relay_requests_per_s_of_core"] = round((before + after) / 2, 1)
+            # Last: what a burst leaves behind and is given back later would hide growth.
+            numbers |= await streams(client, group)
     finally:
         await direct.close()
         await prefill.stop(0)
